@@ -1,0 +1,60 @@
+"""Errors of the actors' room; each says what is unchanged when it is raised."""
+
+from __future__ import annotations
+
+
+class ActorError(Exception):
+    """Base of this folder's errors; ``kind`` is the stable name a client sees."""
+
+    kind = "internal_error"
+
+
+class InvalidRequest(ActorError):
+    """The request can never be served as it is; nothing was admitted. ``param`` names the field at fault."""
+
+    kind = "invalid_request"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str | None]]:
+        return type(self), (self.message, self.param)
+
+
+class ServiceUnavailable(ActorError):
+    """No replica can take work now; nothing was admitted, the call may be repeated."""
+
+    kind = "service_unavailable"
+
+
+class StaleRoute(ActorError):
+    """The route names another incarnation or has expired; nothing was admitted, ask for a new route."""
+
+    kind = "stale_route"
+
+
+class ReplicaStopped(ActorError):
+    """The replica stopped itself (rank lost, ranks differ, lease lost); no token of the failing step left it."""
+
+    kind = "replica_stopped"
+
+
+class RanksDiffer(ReplicaStopped):
+    """A rank's log index or digest is not the scheduler's; the step's tokens were withheld."""
+
+    kind = "ranks_differ"
+
+    def __init__(self, rank: int, expected: str, found: str) -> None:
+        super().__init__(f"rank {rank} reports {found}, the scheduler holds {expected}")
+        self.rank, self.expected, self.found = rank, expected, found
+
+    def __reduce__(self) -> tuple[type[RanksDiffer], tuple[int, str, str]]:
+        return type(self), (self.rank, self.expected, self.found)
+
+
+class TransportClosed(ActorError):
+    """The peer of a step channel is gone; whatever was not acknowledged was not applied."""
+
+    kind = "transport_closed"
