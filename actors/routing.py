@@ -1,0 +1,108 @@
+"""The routing index: which replica probably holds which prefix, from publication receipts.
+
+Owns keyed chain digests by replica incarnation. Digests are keyed per namespace generation (SECURITY.md), so an entry
+can only be asked for by who was granted the key; a hit here is a hint that the replica proves again by token ids.
+Every entry belongs to one incarnation and dies with it; a revoked generation's entries are dropped by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from .messages import RouteReceipt
+
+DIGEST_EVERY_TOKENS = 256
+
+
+class ReplicaEntry(msgspec.Struct):
+    """A live replica and its last reported load."""
+
+    replica: str
+    incarnation: str
+    running: int = 0
+    waiting: int = 0
+
+
+class _Key(msgspec.Struct, frozen=True):
+    namespace: str
+    generation: int
+    incarnation: str
+
+
+class RoutingIndex:
+    """Longest expected hit, then least load, then name. Plain and single-threaded."""
+
+    def __init__(self, route_lifetime_s: float) -> None:
+        self._route_lifetime_s = route_lifetime_s
+        self._replicas: dict[str, ReplicaEntry] = {}
+        self._digests: dict[_Key, dict[bytes, int]] = {}
+        self.version = 0
+
+    def attach(self, replica: str, incarnation: str) -> None:
+        """A replica began to serve; an older incarnation of the same name is dropped with its entries."""
+        for old in [entry for entry in self._replicas.values() if entry.replica == replica]:
+            self.detach(old.incarnation)
+        self._replicas[incarnation] = ReplicaEntry(replica, incarnation)
+        self.version += 1
+
+    def detach(self, incarnation: str) -> None:
+        """Forget an incarnation and everything it published; unknown ones change nothing."""
+        if self._replicas.pop(incarnation, None) is not None:
+            self._digests = {key: value for key, value in self._digests.items() if key.incarnation != incarnation}
+            self.version += 1
+
+    def report_load(self, incarnation: str, running: int, waiting: int) -> None:
+        """Load of a live replica; reports of a dead one are ignored by incarnation."""
+        entry = self._replicas.get(incarnation)
+        if entry is not None:
+            entry.running, entry.waiting = running, waiting
+
+    def publish(
+        self, namespace: str, generation: int, incarnation: str, digests: Sequence[tuple[bytes, int]]
+    ) -> None:
+        """Prefixes (chain digest, tokens) an incarnation now holds."""
+        if incarnation not in self._replicas:
+            return
+        held = self._digests.setdefault(_Key(namespace, generation, incarnation), {})
+        held.update(digests)
+        self.version += 1
+
+    def drop(self, namespace: str, below_generation: int) -> int:
+        """Forget a namespace's entries below a generation; returns how many digests went."""
+        gone = [k for k in self._digests if k.namespace == namespace and k.generation < below_generation]
+        dropped = sum(len(self._digests.pop(key)) for key in gone)
+        self.version += 1
+        return dropped
+
+    def route(
+        self, namespace: str, generation: int, digests: Sequence[bytes], now_s: float
+    ) -> RouteReceipt | None:
+        """The receipt for the best live replica, ``None`` when none is attached.
+
+        ``digests``: keyed chain digests of the prompt, one every ``DIGEST_EVERY_TOKENS`` tokens, in order.
+        """
+        best: tuple[int, int, str] | None = None
+        chosen: tuple[ReplicaEntry, int] | None = None
+        for entry in self._replicas.values():
+            held = self._digests.get(_Key(namespace, generation, entry.incarnation), {})
+            hit_tokens = 0
+            for digest in digests:
+                tokens = held.get(digest)
+                if tokens is None:
+                    break
+                hit_tokens = tokens
+            rank = (-hit_tokens, entry.running + entry.waiting, entry.replica)
+            if best is None or rank < best:
+                best, chosen = rank, (entry, hit_tokens)
+        if chosen is None:
+            return None
+        entry, hit_tokens = chosen
+        return RouteReceipt(
+            entry.replica, entry.incarnation, self.version, hit_tokens, now_s + self._route_lifetime_s
+        )
+
+    def entries(self) -> int:
+        """Digests held, over all replicas."""
+        return sum(len(held) for held in self._digests.values())

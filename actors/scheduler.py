@@ -1,0 +1,366 @@
+"""Continuous batching over one ledger: who is admitted, which rows a step computes, who is preempted.
+
+Owns the order of work of one replica and nothing of its state: every fact about blocks, rows and prefixes is asked of the
+ledger, every change is a command applied here first and sent to the ranks with the next plan. Policy (FIFO admission,
+LRU eviction, preemption of the youngest) lives here, outside the ledger (K191, K231).
+
+Invariants: the commands of consecutive plans are one gapless log; a request's tokens reach its sink only in
+``complete``, after every rank's digest and sampled tokens matched; a request below its namespace's floor is never
+published.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from copyhold.kvcore.commands import (
+    Admit,
+    AdvanceGeneration,
+    Command,
+    Complete,
+    Dispatch,
+    Genesis,
+    NodeHandle,
+    Publish,
+    Release,
+    RequestHandle,
+    RowSpan,
+)
+from copyhold.kvcore.ledger import Ledger
+from copyhold.kvcore.receipts import AdmitReceipt, PublicationReceipt, ReleaseReceipt
+
+from .agreement import Agreement
+from .errors import InvalidRequest, RanksDiffer
+from .eviction import LruEviction
+from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
+from .plan import KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
+from .submission import Entry, Submission, first_receipt
+
+_R = TypeVar("_R")
+REVOKED = Failed("namespace_revoked", "the namespace was revoked while this request was running")
+CANCELLED = Failed("cancelled", "the request was cancelled by its client")
+
+
+class StepBudget(msgspec.Struct, frozen=True):
+    """How much one step may compute; tokens. A prompt longer than ``prefill_chunk_tokens`` takes several steps."""
+
+    step_tokens: int
+    prefill_chunk_tokens: int
+
+
+class Scheduler:
+    """Plans steps and takes their evidence; single-threaded, without clock, Ray or sockets of its own."""
+
+    def __init__(
+        self,
+        genesis: Genesis,
+        budget: StepBudget,
+        on_publication: Callable[[Entry, int, int], None] | None = None,
+    ) -> None:
+        group = genesis.groups[0]
+        self._ledger = Ledger()
+        self._genesis = genesis
+        self._block_size = group.block_size
+        self._num_blocks = group.num_blocks
+        self._budget = budget
+        self._policy = LruEviction(group.num_blocks)
+        self._on_publication = on_publication
+        self._waiting: deque[Entry] = deque()
+        self._running: list[Entry] = []
+        self._floors: dict[str, int] = {}
+        self._outbox: list[Command] = []
+        self._sent_index = 0
+        self._step = 0
+        self._transaction = 0
+        self._dispatched: list[tuple[Entry, RowSpan]] = []
+        self.agreement = Agreement()
+        self.preemptions = 0
+        self.admitted_requests = 0
+        self.cached_tokens = 0
+        self._apply(genesis)
+
+    # -- what is asked from outside -----------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or remains to be sent."""
+        return not self._waiting and not self._running and not self._outbox
+
+    @property
+    def ledger(self) -> Ledger:
+        """The replica's own ledger; read only for callers."""
+        return self._ledger
+
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting) requests."""
+        return len(self._running), len(self._waiting)
+
+    def submit(self, submission: Submission, put: Callable[[StreamItem], None]) -> Entry:
+        """Queue a verified request. Raises ``InvalidRequest`` when it can never be served; nothing is kept then."""
+        entry = Entry(submission, put)
+        total = len(entry.prompt) + submission.max_new_tokens
+        if len(entry.prompt) == 0:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if total > self._genesis.max_model_len:
+            raise InvalidRequest(
+                f"prompt ({len(entry.prompt)}) and max_tokens ({submission.max_new_tokens}) exceed the context of "
+                f"{self._genesis.max_model_len} tokens",
+                "max_tokens",
+            )
+        if -(-(total - 1) // self._block_size) > self._num_blocks:
+            raise InvalidRequest(f"{total} tokens can never fit the pool of {self._num_blocks} blocks", "prompt")
+        if self._below_floor(entry):
+            raise InvalidRequest("the grant's generation has been revoked", None)
+        self._waiting.append(entry)
+        return entry
+
+    def cancel(self, entry: Entry) -> None:
+        """The client is gone: its blocks are released with the next plan."""
+        entry.cancelled = True
+
+    def advance_floor(self, namespace: str, generation: int) -> int:
+        """Fence every older generation of ``namespace``; returns the number of requests still running below it."""
+        if generation > self._floors.get(namespace, 0):
+            self._floors[namespace] = generation
+            self._apply(AdvanceGeneration(namespace, generation))
+            for entry in [entry for entry in self._waiting if self._below_floor(entry)]:
+                self._waiting.remove(entry)
+                entry.end(REVOKED)
+        return sum(self._below_floor(entry) for entry in self._running)
+
+    def end_below_floor(self) -> int:
+        """End every request whose generation is fenced; returns how many were ended."""
+        ended = [entry for entry in self._running if self._below_floor(entry)]
+        for entry in ended:
+            self._release(entry, "revoke")
+            entry.end(REVOKED)
+        return len(ended)
+
+    def fail_all(self, failure: Failed) -> None:
+        """End every stream without touching the ledger: the replica is stopping."""
+        for entry in (*self._running, *self._waiting):
+            entry.end(failure)
+        self._running.clear()
+        self._waiting.clear()
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def plan(
+        self, purge: PurgeOrder | None = None, audit: KVAuditOrder | None = None
+    ) -> StepPlan | None:
+        """The next message for every rank, or ``None`` when there is nothing to say."""
+        for entry in [entry for entry in self._running if entry.cancelled]:
+            self._release(entry, "cancel")
+            entry.end(CANCELLED)
+        for entry in [entry for entry in self._waiting if entry.cancelled]:
+            self._waiting.remove(entry)
+            entry.end(CANCELLED)
+        self._admit_waiting()
+        if purge is None and audit is None:
+            self._dispatch()
+        if not self._outbox and purge is None and audit is None:
+            return None
+        sample = tuple(
+            index
+            for index, (entry, span) in enumerate(self._dispatched)
+            if span.start + span.count == entry.num_tokens
+        )
+        plan = StepPlan(
+            self._genesis.incarnation,
+            self._step,
+            self._sent_index,
+            tuple(self._outbox),
+            sample,
+            purge,
+            audit,
+        )
+        self.agreement.expect(self._ledger.log_index, self._ledger.machine_digest)
+        self._sent_index = self._ledger.log_index
+        self._outbox.clear()
+        self._step += 1
+        return plan
+
+    def complete(self, plan: StepPlan, evidence: Sequence[StepEvidence], now_s: float) -> None:
+        """Take every rank's evidence for ``plan``; tokens leave only if all agree.
+
+        Raises: ``RanksDiffer``; the replica must stop, no token of the step was released.
+        """
+        self.agreement.check(plan, evidence)
+        if not self._dispatched:
+            return
+        tokens = evidence[0].tokens
+        if any(other.tokens != tokens for other in evidence) or len(tokens) != len(plan.sample):
+            raise RanksDiffer(len(evidence) - 1, f"tokens {tokens}", f"{[other.tokens for other in evidence]}")
+        dispatched, self._dispatched = self._dispatched, []
+        sampled = tuple(zip(plan.sample, tokens, strict=True))
+        self._apply(Complete(plan.step, sampled, ()))
+        for entry, span in dispatched:
+            entry.valid_rows = span.start + span.count
+        self._publish([entry for entry, _ in dispatched])
+        for index, token in sampled:
+            self._take_token(dispatched[index][0], token, now_s)
+
+    # -- admission ----------------------------------------------------------------------------------------------
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and len(self._running) < self._genesis.max_requests:
+            entry = self._waiting[0]
+            tokens = entry.known_tokens()
+            probe = self._ledger.probe(entry.scope, tokens, entry.submission.lookup)
+            needed = -(-(len(tokens) // 4) // self._block_size) - len(probe.blocks)
+            evict = self._room_for(needed, frozenset(probe.path))
+            if evict is None:
+                return
+            self._waiting.popleft()
+            self._transaction += 1
+            receipt: AdmitReceipt = self._apply(
+                Admit(self._transaction, entry.scope, tokens, entry.submission.lookup, evict), AdmitReceipt
+            )
+            self._start(entry, receipt)
+
+    def _start(self, entry: Entry, receipt: AdmitReceipt) -> None:
+        entry.handle = receipt.request
+        entry.valid_rows = receipt.match.runtime
+        entry.published_blocks = receipt.match.runtime // self._block_size
+        self._running.append(entry)
+        self._policy.touch(self._table(entry))
+        if entry.receipt is None:
+            self.admitted_requests += 1
+            self.cached_tokens += receipt.match.runtime
+            entry.receipt = first_receipt(entry.submission, receipt.match, self._block_size)
+            entry.put(Admitted(entry.receipt))
+
+    def _room_for(self, needed_blocks: int, protected: frozenset[NodeHandle]) -> tuple[NodeHandle, ...] | None:
+        """Edges to evict so that ``needed_blocks`` are free; ``None`` when the pool cannot give them now."""
+        missing = needed_blocks - self._ledger.gauge().free
+        if missing <= 0:
+            return ()
+        gauge = self._ledger.gauge()
+        if missing > gauge.evictable:
+            return None
+        evict = self._policy.choose(self._ledger, missing, protected)
+        freed = sum(self._ledger.node_blocks(handle) for handle in evict)
+        return evict if freed >= missing else None
+
+    # -- dispatch -----------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        while True:
+            rows = self._choose_rows()
+            if not rows:
+                return
+            needed = sum(self._growth_blocks(span) for _, span in rows)
+            evict = self._room_for(needed, frozenset())
+            if evict is not None:
+                break
+            self._preempt_youngest()
+        self._dispatched = rows
+        self._apply(Dispatch(self._step, tuple(span for _, span in rows), evict))
+        for entry, _ in rows:
+            self._policy.touch(self._table(entry))
+
+    def _choose_rows(self) -> list[tuple[Entry, RowSpan]]:
+        """Decoding requests first (one row each), then prompt chunks in order of admission, within the budget."""
+        budget = self._budget.step_tokens
+        rows: list[tuple[Entry, RowSpan]] = []
+        decoding = [entry for entry in self._running if entry.num_tokens - entry.valid_rows == 1]
+        prefilling = [entry for entry in self._running if entry.num_tokens - entry.valid_rows > 1]
+        for entry in decoding:
+            rows.append((entry, RowSpan(_held(entry), entry.valid_rows, 1)))
+        budget -= len(decoding)
+        for entry in prefilling:
+            remaining = entry.num_tokens - entry.valid_rows
+            count = min(remaining, self._budget.prefill_chunk_tokens, budget)
+            if count <= 0:
+                break
+            rows.append((entry, RowSpan(_held(entry), entry.valid_rows, count)))
+            budget -= count
+        return rows
+
+    def _growth_blocks(self, span: RowSpan) -> int:
+        held = int(self._ledger.num_blocks[span.request.slot])
+        return max(0, -(-(span.start + span.count) // self._block_size) - held)
+
+    def _preempt_youngest(self) -> None:
+        """Give the youngest request's blocks back; it is admitted again, with what it has generated as prompt."""
+        if len(self._running) == 1:
+            entry = self._running[0]
+            self._release(entry, "error")
+            entry.end(Failed("out_of_memory", "the pool cannot hold this request"))
+            return
+        entry = self._running[-1]
+        self.preemptions += 1
+        self._release(entry, "preempt")
+        self._waiting.appendleft(entry)
+
+    # -- after a step -------------------------------------------------------------------------------------------
+
+    def _publish(self, entries: list[Entry]) -> None:
+        ready = [
+            entry
+            for entry in entries
+            if entry.submission.publish
+            and not self._below_floor(entry)
+            and entry.valid_rows // self._block_size > entry.published_blocks
+        ]
+        if not ready:
+            return
+        receipt = self._apply(Publish(tuple(_held(entry) for entry in ready)), PublicationReceipt)
+        for entry, path in zip(ready, receipt.entries, strict=True):
+            entry.published_blocks = entry.valid_rows // self._block_size
+            if self._on_publication is not None:
+                self._on_publication(entry, path.tokens_before, path.tokens_after)
+
+    def _take_token(self, entry: Entry, token: int, now_s: float) -> None:
+        first = not entry.generated
+        entry.generated.append(token)
+        if first and entry.receipt is not None:
+            latency_ms = (now_s - entry.submission.arrived_at_s) * 1e3
+            entry.receipt = msgspec.structs.replace(entry.receipt, time_to_first_token_ms=latency_ms)
+        stopped = token in entry.submission.stop_token_ids
+        if not stopped:
+            entry.emitted += 1
+            entry.put(TokenChunk((token,)))
+        limit = min(entry.submission.max_new_tokens, self._genesis.max_model_len - len(entry.prompt))
+        if stopped or len(entry.generated) >= limit:
+            self._finish(entry, "stop" if stopped else "length")
+
+    def _finish(self, entry: Entry, reason: str) -> None:
+        self._release(entry, "finish")
+        assert entry.receipt is not None, "a finished request was admitted"
+        entry.receipt = msgspec.structs.replace(
+            entry.receipt, completion_tokens=entry.emitted, finish_reason=reason
+        )
+        entry.end(Finished(reason, entry.receipt))
+
+    def _release(self, entry: Entry, reason: str) -> None:
+        self._apply(Release(_held(entry), reason), ReleaseReceipt)
+        self._running.remove(entry)
+        entry.handle = None
+        entry.valid_rows = 0
+        entry.published_blocks = 0
+
+    # -- small things -------------------------------------------------------------------------------------------
+
+    def _apply(self, command: Command, kind: type[_R] = object) -> _R:
+        receipt = self._ledger.apply(command)
+        self._outbox.append(command)
+        assert isinstance(receipt, kind), (type(receipt), kind)
+        return receipt
+
+    def _below_floor(self, entry: Entry) -> bool:
+        return entry.scope.generation < self._floors.get(entry.scope.namespace, 0)
+
+    def _table(self, entry: Entry) -> np.ndarray:
+        slot = _held(entry).slot
+        return self._ledger.tables[slot, : int(self._ledger.num_blocks[slot])]
+
+
+def _held(entry: Entry) -> RequestHandle:
+    assert entry.handle is not None, f"request {entry.submission.request_id} holds no slot"
+    return entry.handle
