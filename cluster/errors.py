@@ -1,0 +1,133 @@
+"""Typed errors of start-up, supervision and the command line.
+
+Owns the family that the CLI prints as one line, ``copyhold: <type>: <message>``. ``type`` is the stable name
+a script may match, ``exit_code`` follows the architecture's table (1 something does not hold, 2 the call was
+wrong).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ClusterError(Exception):
+    """Base of this folder's errors. What is unchanged is said by each subclass."""
+
+    type: ClassVar[str] = "cluster_error"
+    exit_code: ClassVar[int] = 1
+
+    @property
+    def message(self) -> str:
+        """The text on one line, whatever a library put into it."""
+        return " ".join(str(self).split())
+
+
+class ConfigError(ClusterError):
+    """A configuration key or value is not allowed. Nothing was started or written."""
+
+    type = "config"
+    exit_code = 2
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class UsageError(ClusterError):
+    """The command line does not make sense. Nothing was started or written."""
+
+    type = "usage"
+    exit_code = 2
+
+
+class PortInUse(ClusterError):
+    """The tenant port cannot be bound. Nothing was started."""
+
+    type = "port_in_use"
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(
+            f"cannot listen on {host}:{port}: {reason}; choose another with --port, 0 takes any free one"
+        )
+        self.host = host
+        self.port = port
+
+
+class StateInUse(ClusterError):
+    """Another server holds the state folder. Neither server nor folder was touched."""
+
+    type = "state_in_use"
+
+    def __init__(self, state_dir: str, owner_pid: int | None) -> None:
+        owner = f"process {owner_pid}" if owner_pid is not None else "another process"
+        super().__init__(
+            f"{owner} already serves from {state_dir}; stop it with `copyhold stop` or pass --state-dir"
+        )
+        self.state_dir = state_dir
+        self.owner_pid = owner_pid
+
+
+class RunFolderUnusable(ClusterError):
+    """The private run folder cannot be made, or its socket paths would be too long. Nothing was started."""
+
+    type = "run_folder"
+
+
+class StoreFailed(ClusterError):
+    """An embedded Valkey server is missing, did not start or answer. It has been ended; its files stay."""
+
+    type = "store_failed"
+
+
+class DriverFailed(ClusterError):
+    """The driver reported an error, ended or hung. Everything started with it has been ended and removed.
+
+    ``reported_type`` is the driver's own name for what went wrong, ``None`` when it said nothing.
+    """
+
+    type = "driver_failed"
+
+    def __init__(self, message: str, reported_type: str | None = None) -> None:
+        super().__init__(message)
+        self.reported_type = reported_type
+
+
+class NotRunning(ClusterError):
+    """No live server is recorded in the state folder. Nothing was changed."""
+
+    type = "not_running"
+
+
+class StopFailed(ClusterError):
+    """The server did not end in time. It may still be shutting down."""
+
+    type = "stop_failed"
+
+
+class AdminUnavailable(ClusterError):
+    """The admin socket does not answer. Whether a request sent meanwhile was carried out is unknown."""
+
+    type = "admin_unavailable"
+
+
+class AdminRefused(ClusterError):
+    """The server refused an admin request with its own type and message. It changed nothing."""
+
+    type = "admin_refused"
+
+    def __init__(self, reported_type: str, message: str, status: int) -> None:
+        super().__init__(f"{message} ({reported_type})")
+        self.reported_type = reported_type
+        self.status = status
+
+
+class CertificateInvalid(ClusterError):
+    """A certificate does not verify. Nothing was changed."""
+
+    type = "certificate_invalid"
+
+
+class TenantRequestFailed(ClusterError):
+    """The tenant port refused or did not answer a request. The server goes on."""
+
+    type = "tenant_request"

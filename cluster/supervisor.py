@@ -1,0 +1,435 @@
+"""The parent of a run: starts the stores and the driver, and removes every trace when it ends.
+
+Owns the order of start-up and its exact reverse. Invariant: whatever ends a run (``stop``, an exception,
+Ctrl-C, SIGTERM, a driver that dies), afterwards no process, socket, temporary folder or shared-memory entry
+of it is left; ``leftovers`` looks. It imports no Ray: Ray belongs to the driver, a process of its own whose
+session and environment mark all that it starts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import msgspec
+
+from .config import Config
+from .errors import ConfigError, DriverFailed, PortInUse, RunFolderUnusable, StopFailed
+from .launch import RUN_MARK, Failed, LaunchSpec, Ready, Stage, decode_report, write_launch_spec
+from .processes import (
+    ProcessIdentity,
+    child_subreaper,
+    die_with_parent,
+    end_processes,
+    identity,
+    orphaned_shared_memory,
+    reap_adopted,
+    run_processes,
+    shared_memory_names,
+    wait_for_end,
+)
+from .run_folder import SOCKET_PATH_BYTES, make_run_folder, remove_run_folder, sweep_stale_runs
+from .server_record import make_state_folder, remove_server_record, state_lock, write_server_record
+from .valkey_process import ValkeyProcess
+
+DRIVER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "copyhold.cluster.driver")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_KILL_DEADLINE_S = 10.0
+
+Progress = Callable[[str, str], None]
+"""Called with (stage, detail) at each step."""
+
+
+class StopRequested(SystemExit):
+    """A signal asked the process to end; unwinding stops the run. Exit code 128 plus the signal's number."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(128 + signal_number)
+        self.signal_number = signal_number
+
+
+class Supervisor:
+    """One run: ``with Supervisor(config) as server`` serves inside the block, and nothing outlives the block.
+
+    ``driver_command`` is called with ``--launch FILE --ready-fd N`` appended; see ``launch`` for both.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        on_progress: Progress | None = None,
+        driver_command: Sequence[str] = DRIVER_COMMAND,
+    ) -> None:
+        self.config = config
+        self.url = ""
+        self.admin_socket = ""
+        self.run_dir = Path()
+        self.state_dir = Path()
+        self.shared_memory: set[str] = set()
+        self._on_progress = on_progress or (lambda stage, detail: None)
+        self._driver_command = tuple(driver_command)
+        self._cleanup = contextlib.ExitStack()
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._stores: list[ValkeyProcess] = []
+        self._sessions: set[int] = set()
+        self._seen_pids: set[int] = set()
+        self._started_s = 0.0
+        self._log_path = Path()
+        self._hurry = False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything and return once requests are served.
+
+        Raises:
+            ClusterError: one of its kinds; all that was started has been stopped and removed again.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "a run is started from the main thread: its children end with the thread that made them"
+            )
+        check_port_free(self.config.host, self.config.port)
+        atexit.register(self.stop)
+        self._started_s = time.time()
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the run and remove its traces; a second call does nothing. A signal ends the grace."""
+        with self._signals_shorten_grace():
+            self._cleanup.close()
+        atexit.unregister(self.stop)
+
+    def wait(self) -> None:
+        """Block until the driver ends, which it should not.
+
+        Raises:
+            DriverFailed: always in the end; call ``stop`` (or leave the block) afterwards.
+        """
+        driver = self._driver
+        assert driver is not None, "wait() before start()"
+        process = identity(driver.pid)
+        while process is not None and process.alive:
+            wait_for_end([process], timeout_s=30.0)
+            reap_adopted(self._sessions)
+        raise self._driver_failure("the driver ended while serving", driver.wait())
+
+    def pids(self) -> list[int]:
+        """Ids of all live processes of the run, this one first."""
+        return [os.getpid(), *sorted(process.pid for process in self.processes())]
+
+    def processes(self) -> set[ProcessIdentity]:
+        """All live processes of the run but this one."""
+        return run_processes(str(self.run_dir), self._sessions) if self._sessions else set()
+
+    def orphaned_shared_memory(self) -> set[str]:
+        """Entries of /dev/shm that bear the name of this run or of one of its processes."""
+        if not self.run_dir.name:
+            return set()
+        return orphaned_shared_memory(self.run_dir.name, self._seen_pids, self._started_s)
+
+    def _start(self) -> None:
+        self._cleanup.enter_context(self._signals_raise())
+        base = Path(self.config.run_dir)
+        for stale in sweep_stale_runs(base):
+            self._on_progress("sweep", f"removed what a killed server left in {stale}")
+        self._cleanup.enter_context(child_subreaper())
+        self.run_dir = make_run_folder(base)
+        self._cleanup.callback(remove_run_folder, self.run_dir)
+        self._open_state()
+        self._prepare_admin_socket()
+        self._start_stores()
+        ready_fd = self._start_driver()
+        ready = self._await_ready(ready_fd)
+        self.url, self.admin_socket = ready.url, ready.admin_socket
+        self._notice(self.processes())
+        self._cleanup.callback(remove_server_record, self.state_dir)
+        write_server_record(self.state_dir, self.url, self.admin_socket, self.run_dir)
+
+    def _open_state(self) -> None:
+        configured = self.config.state_dir
+        self.state_dir = Path(configured).expanduser().absolute() if configured else self.run_dir / "state"
+        make_state_folder(self.state_dir)
+        self._cleanup.enter_context(state_lock(self.state_dir))
+        logs = self.state_dir / "logs"
+        logs.mkdir(mode=0o700, exist_ok=True)
+        self._log_path = logs / "driver.log"
+        if self._log_path.exists():
+            self._log_path.replace(logs / "driver.log.1")
+
+    def _prepare_admin_socket(self) -> None:
+        configured = self.config.admin_socket
+        path = Path(configured).expanduser().absolute() if configured else self.run_dir / "admin.sock"
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+            raise RunFolderUnusable(f"admin_socket is over {SOCKET_PATH_BYTES} bytes: {path}")
+        if path.exists():
+            if not path.is_socket():
+                raise ConfigError("admin_socket", f"admin_socket {path} exists and is not a socket")
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise ConfigError("admin_socket", f"admin_socket {path} is in use by another server")
+            path.unlink()
+        self.admin_socket = str(path)
+        self._cleanup.callback(path.unlink, missing_ok=True)
+
+    def _start_stores(self) -> None:
+        for name in ("authority", "sessions"):
+            self._on_progress("stores", f"starting the {name} store")
+            data_dir = self.state_dir / name
+            log_path = self._log_path.with_name(f"{name}.log")
+            store = ValkeyProcess.start(
+                name,
+                self.run_dir / f"{name}.sock",
+                data_dir,
+                log_path,
+                self._environment(),
+                timeout_s=self.config.start_timeout_s,
+            )
+            self._stores.append(store)
+            self._sessions.add(store.pid)
+            self._cleanup.callback(store.stop)
+
+    def _start_driver(self) -> int:
+        launch_path = self.run_dir / "launch.json"
+        write_launch_spec(launch_path, self._launch_spec())
+        self._cleanup.callback(self._end_driver)
+        read_fd, write_fd = os.pipe()
+        self._cleanup.callback(os.close, read_fd)
+        command = [*self._driver_command, "--launch", str(launch_path), "--ready-fd", str(write_fd)]
+        try:
+            with os.fdopen(write_fd, "wb"), self._log_path.open("ab") as log:
+                self._driver = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.run_dir,
+                    env=self._environment(),
+                    pass_fds=(write_fd,),
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),
+                )
+        except OSError as error:
+            raise DriverFailed(f"the driver cannot be started: {error}") from error
+        self._sessions.add(self._driver.pid)
+        self._seen_pids.add(self._driver.pid)
+        return read_fd
+
+    def _launch_spec(self) -> LaunchSpec:
+        model = self.config.model
+        config = msgspec.structs.replace(
+            self.config, model=str(Path(model).expanduser().absolute()) if model else ""
+        )
+        return LaunchSpec(
+            config=config,
+            run_dir=str(self.run_dir),
+            ray_dir=str(self.run_dir / "ray"),
+            state_dir=str(self.state_dir),
+            cache_dir=str(self.config.cache_path.absolute()),
+            authority_socket=str(self.run_dir / "authority.sock"),
+            sessions_socket=str(self.run_dir / "sessions.sock"),
+            admin_socket=self.admin_socket,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        """The user's environment, less what would steer Ray or numba elsewhere, plus the mark of this run."""
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "NUMBA_CACHE"))
+        }
+        return kept | {
+            RUN_MARK: str(self.run_dir),
+            "TMPDIR": str(self.run_dir / "tmp"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _await_ready(self, ready_fd: int) -> Ready:
+        driver = self._driver
+        assert driver is not None
+        for line in self._report_lines(ready_fd):
+            try:
+                report = decode_report(line)
+            except msgspec.MsgspecError as error:
+                raise DriverFailed(f"the driver sent a line that is no report: {error}") from error
+            if isinstance(report, Ready):
+                return report
+            if isinstance(report, Failed):
+                raise DriverFailed(report.message, report.error)
+            self._report_stage(report)
+        raise self._driver_failure("the driver ended before it was ready", driver.wait())
+
+    def _report_stage(self, stage: Stage) -> None:
+        self._on_progress(stage.stage, stage.detail)
+
+    def _report_lines(self, ready_fd: int) -> Iterator[bytes]:
+        """Lines of the ready pipe until it closes or the driver ends; silence is an error."""
+        driver = self._driver
+        assert driver is not None
+        pidfd = os.pidfd_open(driver.pid)
+        try:
+            poll = select.poll()
+            poll.register(ready_fd, select.POLLIN)
+            poll.register(pidfd, select.POLLIN)
+            pending = b""
+            while True:
+                events = dict(poll.poll(self.config.start_timeout_s * 1000))
+                if not events:
+                    raise DriverFailed(f"the driver showed no progress for {self.config.start_timeout_s:g} s")
+                if ready_fd not in events:
+                    return
+                chunk = os.read(ready_fd, 65536)
+                *lines, pending = (pending + chunk).split(b"\n")
+                yield from lines
+                if not chunk:
+                    wait_for_end([p for p in [identity(driver.pid)] if p], self.config.stop_grace_s)
+                    if driver.poll() is None:
+                        raise DriverFailed("the driver closed its report pipe before it was ready")
+                    return
+        finally:
+            os.close(pidfd)
+
+    def _driver_failure(self, what: str, status: int) -> DriverFailed:
+        ending = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        lines = (
+            self._log_path.read_text(errors="replace").strip().splitlines() if self._log_path.exists() else []
+        )
+        last = f": {lines[-1]}" if lines else ""
+        return DriverFailed(f"{what} ({ending}){last} (log: {self._keep_log()})")
+
+    def _keep_log(self) -> Path:
+        """The driver's log where it outlives the run folder."""
+        if self.config.state_dir:
+            return self._log_path
+        kept = self.config.cache_path / "driver-failed.log"
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self._log_path, kept)
+        return kept
+
+    def _end_driver(self) -> None:
+        """SIGTERM to the driver, its grace, then an end to all that it left, and to their shared memory."""
+        driver = self._driver
+        stores = {store.pid for store in self._stores}
+
+        def others() -> set[ProcessIdentity]:
+            if driver is not None:
+                driver.poll()
+            reap_adopted(self._sessions)
+            found = {process for process in self.processes() if process.pid not in stores}
+            self._notice(found)
+            return found
+
+        others()
+        if driver is not None and driver.poll() is None:
+            driver.terminate()
+            self._await_driver(driver)
+        left = end_processes(others, 0.0 if self._hurry else 1.0, _KILL_DEADLINE_S)
+        self.shared_memory |= self.orphaned_shared_memory()
+        for name in self.shared_memory:
+            Path("/dev/shm", name).unlink(missing_ok=True)
+        if left:
+            raise StopFailed(f"processes {sorted(process.pid for process in left)} do not end")
+
+    def _notice(self, processes: set[ProcessIdentity]) -> None:
+        """Remember who belonged to the run and which shared memory they held, for when they are gone."""
+        self._seen_pids |= {process.pid for process in processes}
+        self.shared_memory |= shared_memory_names(process.pid for process in processes)
+
+    def _await_driver(self, driver: subprocess.Popen[bytes]) -> None:
+        waited_s = 0.0
+        while waited_s < self.config.stop_grace_s and not self._hurry:
+            try:
+                driver.wait(0.2)
+            except subprocess.TimeoutExpired:
+                waited_s += 0.2
+            else:
+                return
+
+    @contextlib.contextmanager
+    def _signals_raise(self) -> Iterator[None]:
+        """SIGTERM and SIGHUP unwind the main thread as Ctrl-C does."""
+
+        def unwind(number: int, frame: FrameType | None) -> None:
+            raise StopRequested(number)
+
+        before = {number: signal.signal(number, unwind) for number in _SIGNALS if number != signal.SIGINT}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _signals_shorten_grace(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def hurry(number: int, frame: FrameType | None) -> None:
+            self._hurry = True
+
+        before = {number: signal.signal(number, hurry) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Refuse a port that cannot be bound now; 0 always can.
+
+    Raises:
+        PortInUse: somebody listens there, or it is not ours to bind.
+        ConfigError: the host is no address of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError("host", f"host {host!r} does not resolve: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("host", f"host {host!r} is no address of this machine") from error
+        raise PortInUse(host, port, os.strerror(error.errno or 0)) from error
+
+
+def leftovers(server: Supervisor) -> list[str]:
+    """What a stopped run left behind, one line each; empty is the promise."""
+    found = [
+        f"process {process.pid}" for process in sorted(server.processes(), key=lambda process: process.pid)
+    ]
+    if server.run_dir != Path() and server.run_dir.exists():
+        found.append(f"run folder {server.run_dir}")
+    if server.admin_socket and Path(server.admin_socket).exists():
+        found.append(f"socket {server.admin_socket}")
+    present = {name for name in server.shared_memory if Path("/dev/shm", name).exists()}
+    found += [f"shared memory /dev/shm/{name}" for name in sorted(present | server.orphaned_shared_memory())]
+    return found
