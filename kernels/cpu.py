@@ -1,9 +1,9 @@
 """CPU backend: jitted, single-threaded, fp32 kernels over a `KVPool` and over a step's activations.
 
-Every jitted function and every one it calls stand in this file, because a cached caller does not notice a changed
-callee elsewhere. Only contraction is allowed as fast math: NaN in a row that is not visible must stay harmless, and a
-row's sum has one order whatever rows share its tile, so a row's bits do not depend on its batch. `warm_up` compiles
-the one signature of each kernel. Contracts: K140, K141, K142, K143, K146.
+Every jitted function and every one it calls stand in this file, because a cached caller does not notice a
+changed callee elsewhere. Only contraction is allowed as fast math: NaN in a row that is not visible must stay
+harmless, and a row's sum has one order whatever rows share its tile, so a row's bits do not depend on its
+batch. `warm_up` compiles the one signature of each kernel. Contracts: K140, K141, K142, K143, K146.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from .pool import TILE, KVPool
 
 _ROWS = 32
-"""Query rows (token x head of the group) that share one pass over K/V; a multiple of the 4 rows of a micro tile."""
+"""Query rows (token x head of the group) that share one pass over K/V; a multiple of a micro tile's 4."""
 
 _LOG2E = np.float32(1.4426950408889634)
 _MASKED = np.float32(-3.0e38)
@@ -27,10 +27,10 @@ _callee = njit(nogil=True, error_model="numpy", fastmath={"contract"})
 
 
 @intrinsic
-def _float_of_bits(typing_context, bits):  # noqa: ANN001, ANN202 - numba's own calling convention
+def _float_of_bits(typing_context, bits):
     """The float32 whose bits are the given int32; a plain bitcast, so that loops around it vectorise."""
 
-    def codegen(context, builder, signature, arguments):  # noqa: ANN001, ANN202
+    def codegen(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
 
     return types.float32(types.int32), codegen
@@ -48,7 +48,8 @@ def _exp2(x):
     p = p * f + np.float32(2.402264791363012e-1)
     p = p * f + np.float32(6.931472028550421e-1)
     p = p * f + np.float32(1.0)
-    return p * _float_of_bits(np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)))
+    bits = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return p * _float_of_bits(bits)  # pyright: ignore[reportCallIssue]
 
 
 @_jit
@@ -199,7 +200,7 @@ def _weights(s, visible, row, maxima, sums, acc):
 
 @_callee
 def _accumulate(s0, s1, s2, s3, v, tokens, a0, a1, a2, a3):
-    """Add the weighted V rows `[16, head_dim]` of the first `tokens` tokens to 4 output rows, in token order."""
+    """Add the weighted V rows of the first `tokens` tokens to 4 output rows, in token order."""
     head_dim = v.shape[1]
     whole = tokens // 4 * 4
     for i in range(0, whole, 4):
@@ -229,8 +230,8 @@ def _accumulate(s0, s1, s2, s3, v, tokens, a0, a1, a2, a3):
 def paged_attention(q, k_layer, v_layer, tile_tables, seq_starts, context_lens, scale, out):
     """Causal attention of the batch's rows over one layer's pool.
 
-    q, out `[T, heads, head_dim]`; tile_tables `[S, max_tiles]` int32 (block tables after `split_table`); seq_starts
-    `[S+1]`, context_lens `[S]` int32. Prefill, decode and mixtures are the same call.
+    q, out `[T, heads, head_dim]`; tile_tables `[S, max_tiles]` int32 (block tables after `split_table`);
+    seq_starts `[S+1]`, context_lens `[S]` int32. Prefill, decode and mixtures are the same call.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = k_layer.shape[1]

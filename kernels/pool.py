@@ -1,9 +1,9 @@
 """Owns the K/V memory of one rank: allocation, zeroing, counting what is left and reading rows back.
 
-Layout: K is `[layers, tiles, kv_heads, head_dim, 16]`, so that scores of 16 tokens fill one vector without a
-horizontal sum; V is `[layers, tiles, kv_heads, 16, head_dim]`. Block `a` is the tiles `[a*q, (a+1)*q)` with
-`q = block_size / 16` (K143). Invariant: both arrays are views of one 64-byte aligned allocation whose pages are
-mapped before the constructor returns. Contracts: K143, K145, K232.
+Layout: K is `[layers, tiles, kv_heads, head_dim, 16]`, so that scores of 16 tokens fill one vector without
+a horizontal sum; V is `[layers, tiles, kv_heads, 16, head_dim]`. Block `a` is the tiles `[a*q, (a+1)*q)` with
+`q = block_size / 16` (K143). Invariant: both arrays are views of one 64-byte aligned allocation whose pages
+are mapped before the constructor returns. Contracts: K143, K145, K232.
 """
 
 from __future__ import annotations

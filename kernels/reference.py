@@ -1,7 +1,7 @@
 """Float64 reference of every kernel: plain, slow and obvious. Tests compare each backend with it.
 
-It reads K/V through the block tables row by row, so it also pins down what a kernel may look at: nothing past a
-sequence's context, no table cell past the last used one (K141, K142).
+It reads K/V through the block tables row by row, so it also pins down what a kernel may look at: nothing past
+a sequence's context, no table cell past the last used one (K141, K142).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .batch import StepBatch
 from .pool import KVPool
 
+Floats = npt.NDArray[np.floating]
 Float64 = npt.NDArray[np.float64]
 
 
@@ -55,9 +56,7 @@ def silu_mul(gate_up: npt.NDArray[np.floating]) -> Float64:
     return gate / (1 + np.exp(-gate)) * up
 
 
-def rotate(
-    x: npt.NDArray[np.floating], cos: npt.NDArray[np.floating], sin: npt.NDArray[np.floating]
-) -> Float64:
+def rotate(x: Floats, cos: Floats, sin: Floats) -> Float64:
     """Rotary embedding of `[T, heads, head_dim]` by per-row tables `[T, head_dim / 2]` (half-split order)."""
     low, high = np.split(x.astype(np.float64), 2, axis=-1)
     c, s = cos.astype(np.float64)[:, None], sin.astype(np.float64)[:, None]
