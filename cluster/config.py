@@ -26,7 +26,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings of one server. Paths may start with ``~``; an empty one means its told default."""
 
     host: Annotated[str, _bounded("", "Address the tenant port listens on.")] = "127.0.0.1"
-    port: Annotated[int, _bounded("port", "Tenant port; 0 takes any free one.", 0, 65535)] = 8000
+    port: Annotated[int, _bounded("", "Tenant port; 0 takes any free one.", 0, 65535)] = 8000
     tp: Annotated[int, _bounded("ranks", "Tensor-parallel ranks.", 1, 8)] = 2
     model: Annotated[
         str,
@@ -125,14 +125,11 @@ class FieldSpec(msgspec.Struct, frozen=True):
 
     @property
     def bounds(self) -> str:
-        """Readable bounds with the unit, empty for free text."""
+        """Readable bounds with the unit, empty for text."""
         if self.least is None or self.most is None:
-            return self.unit
-        return (
-            f"{self.least:g} to {self.most:g} {self.unit}"
-            if self.kind is float
-            else (f"{self.least} to {self.most} {self.unit}")
-        )
+            return ""
+        numbers = f"{self.least:g} to {self.most:g}" if self.kind is float else f"{self.least} to {self.most}"
+        return f"{numbers} {self.unit}".strip()
 
 
 def _field_table() -> dict[str, FieldSpec]:
@@ -157,13 +154,17 @@ def _field_table() -> dict[str, FieldSpec]:
 FIELDS: Mapping[str, FieldSpec] = _field_table()
 
 
-def load_config(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read ``file`` (TOML, flat keys), then put ``overrides`` (``None`` values mean not given) on top.
+def load_config(
+    file: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:
+    """``defaults``, then ``file`` (TOML, flat keys), then ``overrides`` (``None`` values mean not given).
 
     Raises:
         ConfigError: names the key; nothing was started.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     if file is not None:
         values.update(_read_toml(file))
     values.update({key: value for key, value in (overrides or {}).items() if value is not None})

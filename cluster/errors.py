@@ -7,14 +7,12 @@ wrong).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class ClusterError(Exception):
     """Base of this folder's errors. What is unchanged is said by each subclass."""
 
-    type: ClassVar[str] = "cluster_error"
-    exit_code: ClassVar[int] = 1
+    type: str = "cluster_error"
+    exit_code: int = 1
 
     @property
     def message(self) -> str:

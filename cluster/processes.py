@@ -207,7 +207,7 @@ def shared_memory_names(pids: Iterable[int]) -> set[str]:
 
 
 def orphaned_shared_memory(run_name: str, pids: set[int], since_s: float) -> set[str]:
-    """Entries of /dev/shm made since ``since_s`` (epoch) whose name holds the run's name or one of its process ids.
+    """Entries of /dev/shm made since ``since_s`` (epoch) that bear the run's name or one of its process ids.
 
     For what a killed process left mapped by nobody, such as ``torch_<pid>_...``.
     """

@@ -139,6 +139,10 @@ class Supervisor:
             reap_adopted(self._sessions)
         raise self._driver_failure("the driver ended while serving", driver.wait())
 
+    def report_to(self, on_progress: Progress) -> None:
+        """Send the stages of the coming start to ``on_progress``."""
+        self._on_progress = on_progress
+
     def pids(self) -> list[int]:
         """Ids of all live processes of the run, this one first."""
         return [os.getpid(), *sorted(process.pid for process in self.processes())]

