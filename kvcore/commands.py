@@ -1,0 +1,140 @@
+"""Commands of the ledger and the handles they name; the wire form of one log record.
+
+Invariant: commands are frozen values; encoding is MessagePack arrays, tagged by the command's name.
+Source: LEDGER "Commands"; contracts K048, K074, K075.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GroupSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One cache group's pool: rows a block holds and how many blocks there are (the minimum over the ranks)."""
+
+    name: str
+    block_size: int
+    num_blocks: int
+
+
+class Scope(msgspec.Struct, frozen=True, array_like=True):
+    """What a grant allows to be read: the key of a prefix root."""
+
+    namespace: str
+    generation: int
+    world: bytes
+
+
+class RequestHandle(msgspec.Struct, frozen=True, array_like=True):
+    """A request slot with the generation it was given out under."""
+
+    slot: int
+    generation: int
+
+
+class NodeHandle(msgspec.Struct, frozen=True, array_like=True):
+    """A tree boundary (where an edge ends) with its generation. Node 0 stands for "the root"."""
+
+    node: int
+    generation: int
+
+
+class BlockHandle(msgspec.Struct, frozen=True, array_like=True):
+    """A physical block: incarnation of the pool, cache group, block id and the block's generation."""
+
+    pool: str
+    group: int
+    block: int
+    generation: int
+
+
+class RowSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Rows [start, start + count) of one request that a step computes."""
+
+    request: RequestHandle
+    start: int
+    count: int
+
+
+class Genesis(msgspec.Struct, frozen=True, array_like=True, tag="genesis"):
+    """Record 0: fixes pools, slots and the incarnation."""
+
+    world: bytes
+    groups: tuple[GroupSpec, ...]
+    max_requests: int
+    max_model_len: int
+    incarnation: str
+
+
+class AdvanceGeneration(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
+    """Raises a namespace's floor: roots below it vanish, their blocks drain."""
+
+    namespace: str
+    generation: int
+
+
+class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
+    """Matches, leases and reserves for one prompt; `tokens` are little-endian int32 bytes."""
+
+    transaction: int
+    scope: Scope
+    tokens: bytes
+    lookup: bool = True
+    evict: tuple[NodeHandle, ...] = ()
+
+
+class Dispatch(msgspec.Struct, frozen=True, array_like=True, tag="dispatch"):
+    """Sends a step: pins its requests and reserves blocks for rows beyond their tables."""
+
+    step: int
+    rows: tuple[RowSpan, ...]
+    evict: tuple[NodeHandle, ...] = ()
+
+
+class Complete(msgspec.Struct, frozen=True, array_like=True, tag="complete"):
+    """Every rank reported the step. `sampled` pairs a row index with a token; `discarded` are row indices."""
+
+    step: int
+    sampled: tuple[tuple[int, int], ...] = ()
+    discarded: tuple[int, ...] = ()
+
+
+class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
+    """Enters the sealed blocks of running requests in the index."""
+
+    requests: tuple[RequestHandle, ...]
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """Ends a request: finish, cancel, preempt, revoke or error. Deferred while its step is in flight."""
+
+    request: RequestHandle
+    reason: str
+
+
+class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
+    """Gives back whole leaf edges, in order; a parent may follow its last child."""
+
+    nodes: tuple[NodeHandle, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """Undoes an Admit whose request was never dispatched and fences its handles."""
+
+    transaction: int
+
+
+Command = Genesis | AdvanceGeneration | Admit | Dispatch | Complete | Publish | Release | Evict | Abort
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+def encode_command(command: Command) -> bytes:
+    """One record's bytes."""
+    return _ENCODER.encode(command)
+
+
+def decode_command(record: bytes) -> Command:
+    """The command of one record. Raises: msgspec.DecodeError or msgspec.ValidationError on foreign bytes."""
+    return _DECODER.decode(record)

@@ -1,0 +1,55 @@
+"""Prefix lengths: how a hit is cut, and which of the lengths was the limit.
+
+Owns one pure function. Invariant: runtime <= min(semantic, indexed, cap) <= prompt, and runtime is a multiple
+of the alignment.
+Source: contracts K092 (lengths and inequality), K093 (logits cap), K094 (cap, then align), K095 (empty
+prompt).
+"""
+
+from __future__ import annotations
+
+from .receipts import PrefixMatch
+
+
+def prefix_lengths(
+    prompt: int,
+    semantic: int,
+    indexed: int,
+    alignment: int,
+    *,
+    diverged: bool = False,
+    root_empty: bool = False,
+    lookup: bool = True,
+    requires_logits: bool = True,
+) -> PrefixMatch:
+    """The lengths of one lookup, in tokens.
+
+    `semantic` is the longest token-exact common prefix, `indexed` the part of it that the index can serve;
+    `diverged` says that the index holds other tokens after `semantic`. With `requires_logits` the last token
+    is computed again.
+    """
+    if prompt < 1:
+        raise ValueError("an empty prompt has no lengths")
+    if not 0 <= indexed <= semantic <= prompt:
+        raise ValueError(f"lengths out of order: indexed={indexed} semantic={semantic} prompt={prompt}")
+    cap = prompt - 1 if requires_logits else prompt
+    by_semantic, by_index, by_cap, by_prompt = (
+        length - length % alignment for length in (semantic, indexed, cap, prompt)
+    )
+    runtime = min(by_semantic, by_index, by_cap)
+    limit, reason = "alignment", "page_alignment"
+    if by_index == runtime < min(by_semantic, by_cap):
+        limit, reason = "indexed", "not_indexed"
+    elif by_semantic == runtime < by_cap:
+        limit, reason = ("semantic", "tokens_differ") if diverged else ("indexed", "not_indexed")
+    elif by_cap == runtime < by_prompt:
+        limit, reason = "cap", "logits_cap"
+    elif runtime == prompt:
+        limit, reason = "semantic", "whole_prompt"
+    if not lookup:
+        limit, reason = "indexed", "lookup_not_permitted"
+    elif prompt < alignment:
+        limit, reason = "alignment", "prompt_shorter_than_block"
+    elif root_empty:
+        limit, reason = "indexed", "root_empty"
+    return PrefixMatch(prompt, semantic, indexed, cap, alignment, runtime, limit, reason)
