@@ -52,7 +52,9 @@ class Agreement:
             same_place = (report.rank, report.incarnation, report.step) == (rank, plan.incarnation, plan.step)
             if not same_place or report.log_index != self._log_index or report.machine_digest != self._digest:
                 self._differing += 1
-                raise RanksDiffer(rank, expected, f"index {report.log_index} digest {report.machine_digest.hex()}")
+                raise RanksDiffer(
+                    rank, expected, f"index {report.log_index} digest {report.machine_digest.hex()}"
+                )
         self._steps += 1
         if self._log_index != self._last_compared_index:
             self._indices += 1
@@ -61,5 +63,10 @@ class Agreement:
     def report(self) -> AgreementReport:
         """The tally so far."""
         return AgreementReport(
-            self._ledgers, self._steps, self._indices, self._differing, self._last_compared_index, self._digest.hex()
+            self._ledgers,
+            self._steps,
+            self._indices,
+            self._differing,
+            self._last_compared_index,
+            self._digest.hex(),
         )

@@ -58,3 +58,13 @@ class TransportClosed(ActorError):
     """The peer of a step channel is gone; whatever was not acknowledged was not applied."""
 
     kind = "transport_closed"
+
+
+class NoRoom(ActorError):
+    """The pool cannot give the blocks now; nothing was reserved or evicted. The scheduler waits or preempts."""
+
+    kind = "out_of_memory"
+
+    def __init__(self, missing_blocks: int, evictable_blocks: int) -> None:
+        super().__init__(f"{missing_blocks} blocks are missing, {evictable_blocks} can be evicted")
+        self.missing_blocks, self.evictable_blocks = missing_blocks, evictable_blocks

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from copyhold.kvcore.commands import Command
-from copyhold.namespace.certificate import RankEvidence
+from copyhold.namespace.records import RankEvidence
 
 
 class PurgeOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -21,7 +21,7 @@ class PurgeOrder(msgspec.Struct, frozen=True, array_like=True):
 
     namespace: str
     generation_new: int
-    nonce: bytes
+    nonce: str
 
 
 class KVAuditOrder(msgspec.Struct, frozen=True, array_like=True):

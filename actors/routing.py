@@ -50,7 +50,9 @@ class RoutingIndex:
     def detach(self, incarnation: str) -> None:
         """Forget an incarnation and everything it published; unknown ones change nothing."""
         if self._replicas.pop(incarnation, None) is not None:
-            self._digests = {key: value for key, value in self._digests.items() if key.incarnation != incarnation}
+            self._digests = {
+                key: value for key, value in self._digests.items() if key.incarnation != incarnation
+            }
             self.version += 1
 
     def report_load(self, incarnation: str, running: int, waiting: int) -> None:

@@ -35,7 +35,7 @@ from copyhold.kvcore.ledger import Ledger
 from copyhold.kvcore.receipts import AdmitReceipt, PublicationReceipt, ReleaseReceipt
 
 from .agreement import Agreement
-from .errors import InvalidRequest, RanksDiffer
+from .errors import InvalidRequest, NoRoom, RanksDiffer
 from .eviction import LruEviction
 from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
 from .plan import KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
@@ -113,7 +113,9 @@ class Scheduler:
                 "max_tokens",
             )
         if -(-(total - 1) // self._block_size) > self._num_blocks:
-            raise InvalidRequest(f"{total} tokens can never fit the pool of {self._num_blocks} blocks", "prompt")
+            raise InvalidRequest(
+                f"{total} tokens can never fit the pool of {self._num_blocks} blocks", "prompt"
+            )
         if self._below_floor(entry):
             raise InvalidRequest("the grant's generation has been revoked", None)
         self._waiting.append(entry)
@@ -150,9 +152,7 @@ class Scheduler:
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def plan(
-        self, purge: PurgeOrder | None = None, audit: KVAuditOrder | None = None
-    ) -> StepPlan | None:
+    def plan(self, purge: PurgeOrder | None = None, audit: KVAuditOrder | None = None) -> StepPlan | None:
         """The next message for every rank, or ``None`` when there is nothing to say."""
         for entry in [entry for entry in self._running if entry.cancelled]:
             self._release(entry, "cancel")
@@ -195,7 +195,9 @@ class Scheduler:
             return
         tokens = evidence[0].tokens
         if any(other.tokens != tokens for other in evidence) or len(tokens) != len(plan.sample):
-            raise RanksDiffer(len(evidence) - 1, f"tokens {tokens}", f"{[other.tokens for other in evidence]}")
+            raise RanksDiffer(
+                len(evidence) - 1, f"tokens {tokens}", f"{[other.tokens for other in evidence]}"
+            )
         dispatched, self._dispatched = self._dispatched, []
         sampled = tuple(zip(plan.sample, tokens, strict=True))
         self._apply(Complete(plan.step, sampled, ()))
@@ -213,8 +215,9 @@ class Scheduler:
             tokens = entry.known_tokens()
             probe = self._ledger.probe(entry.scope, tokens, entry.submission.lookup)
             needed = -(-(len(tokens) // 4) // self._block_size) - len(probe.blocks)
-            evict = self._room_for(needed, frozenset(probe.path))
-            if evict is None:
+            try:
+                evict = self._room_for(needed, frozenset(probe.path))
+            except NoRoom:
                 return
             self._waiting.popleft()
             self._transaction += 1
@@ -235,17 +238,18 @@ class Scheduler:
             entry.receipt = first_receipt(entry.submission, receipt.match, self._block_size)
             entry.put(Admitted(entry.receipt))
 
-    def _room_for(self, needed_blocks: int, protected: frozenset[NodeHandle]) -> tuple[NodeHandle, ...] | None:
-        """Edges to evict so that ``needed_blocks`` are free; ``None`` when the pool cannot give them now."""
-        missing = needed_blocks - self._ledger.gauge().free
+    def _room_for(self, needed_blocks: int, protected: frozenset[NodeHandle]) -> tuple[NodeHandle, ...]:
+        """Edges to evict so that ``needed_blocks`` are free. Raises ``NoRoom`` when the pool cannot give them now."""
+        gauge = self._ledger.gauge()
+        missing = needed_blocks - gauge.free
         if missing <= 0:
             return ()
-        gauge = self._ledger.gauge()
         if missing > gauge.evictable:
-            return None
-        evict = self._policy.choose(self._ledger, missing, protected)
-        freed = sum(self._ledger.node_blocks(handle) for handle in evict)
-        return evict if freed >= missing else None
+            raise NoRoom(missing, gauge.evictable)
+        victims = self._policy.choose(self._ledger, missing, protected)
+        if victims.freed_blocks < missing:
+            raise NoRoom(missing, victims.freed_blocks)
+        return victims.nodes
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -255,10 +259,11 @@ class Scheduler:
             if not rows:
                 return
             needed = sum(self._growth_blocks(span) for _, span in rows)
-            evict = self._room_for(needed, frozenset())
-            if evict is not None:
+            try:
+                evict = self._room_for(needed, frozenset())
                 break
-            self._preempt_youngest()
+            except NoRoom:
+                self._preempt_youngest()
         self._dispatched = rows
         self._apply(Dispatch(self._step, tuple(span for _, span in rows), evict))
         for entry, _ in rows:

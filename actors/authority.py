@@ -1,0 +1,201 @@
+"""The namespace actor: a Ray shell around the authority, and the fleet a revocation acts on.
+
+Owns the only process that reads private keys, root and pepper (0600 files under the state folder, never constructor
+arguments). Tenants' refusals are returned as ``Refused`` values: equal for equal kinds, without a traceback. The operator's
+calls are audited by the authority itself. Invariant: a revocation runs alone per namespace, and what it is told by
+replicas and gateways goes into its certificate unedited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from copyhold.namespace.authority import Authority, Authorization, ClusterIdentity
+from copyhold.namespace.clock import SystemClock
+from copyhold.namespace.errors import NamespaceError, NotFound, Unauthenticated
+from copyhold.namespace.journal import JournalFiles
+from copyhold.namespace.leases import LeaseRenewal
+from copyhold.namespace.records import IncarnationRecord
+from copyhold.namespace.revocation import Revoker
+from copyhold.namespace.secrets import Secrets
+from copyhold.namespace.sessions import SessionStore
+from copyhold.namespace.store import Store
+
+from .fleet import RayFleet
+
+_T = TypeVar("_T")
+
+
+class AuthoritySpec(msgspec.Struct, frozen=True):
+    """Where the authority finds its files and stores; holds no secret."""
+
+    state_dir: str
+    authority_store: str
+    sessions_store: str
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A refusal as a value. ``kind`` is stable; tenants' refusals of one kind are equal byte for byte."""
+
+    kind: str
+    message: str
+
+
+class NamespaceActor:
+    """Created as a Ray actor named ``authority``."""
+
+    def __init__(self, spec: AuthoritySpec) -> None:
+        state = Path(spec.state_dir)
+        secrets = Secrets.load_or_create(state / "secrets")
+        store = Store.connect(spec.authority_store, secrets.store_mac_key)
+        files = JournalFiles(audit_head=state / "audit-head.json", high_water=state / "high-water.json")
+        self._authority = Authority.open(store, secrets, SystemClock(), files)
+        self._sessions = SessionStore.connect(spec.sessions_store)
+        self._public_key_path = state / "secrets" / "certificate.pub"
+        self._fleet = RayFleet(self._sessions)
+        self._revoker = Revoker(self._authority, self._fleet)
+
+    # -- start-up -----------------------------------------------------------------------------------------------
+
+    async def identity(self) -> ClusterIdentity:
+        """What verifiers of grants and certificates need; public."""
+        return self._authority.identity
+
+    async def attach(self, replicas: dict[str, Any], workers: list[Any], coordinator: Any) -> None:
+        """The actors a revocation acts on and the operator may ask about; ``replicas`` by incarnation."""
+        self._fleet.attach(replicas, workers, coordinator)
+
+    async def attach_gateway(self, name: str, gateway: Any) -> None:
+        """A gateway whose streams a revocation closes."""
+        self._fleet.attach_gateway(name, gateway)
+        await self._revoker.resume_revocations()
+
+    async def register_incarnation(self, record: IncarnationRecord) -> None:
+        """Make a replica's membership durable before its first lease."""
+        self._authority.register_incarnation(record)
+
+    async def renew_lease(self, incarnation: str, sequence: int) -> LeaseRenewal:
+        """Give or extend a serving lease; raises the namespace room's lease errors."""
+        return self._authority.renew_lease(incarnation, sequence)
+
+    # -- tenants ------------------------------------------------------------------------------------------------
+
+    async def authorize(
+        self, credential: str, namespace: str | None, request_id: str
+    ) -> Authorization | Refused:
+        """A grant for a credential; the same ``Refused`` for every cause of one kind."""
+        try:
+            return self._authority.authorize(credential, namespace, request_id)
+        except Unauthenticated as error:
+            return Refused("unauthenticated", str(error))
+        except NotFound as error:
+            return Refused("not_found", str(error))
+        except NamespaceError as error:
+            return Refused("service_unavailable", f"the authority cannot answer: {error.reason}")
+
+    async def serving(self) -> bool:
+        """Whether some replica holds its lease and admits."""
+        return any(status.get("serving") for status in await self._fleet.replica_status())
+
+    # -- operator -----------------------------------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        """Cluster identity, tenants' namespaces and generations, replicas, index."""
+        identity = self._authority.identity
+        return {
+            "cluster_id": identity.cluster_id,
+            "term": identity.term,
+            "replicas": await self._fleet.replica_status(),
+            "coordinator": await self._fleet.coordinator_status(),
+            "namespaces": {
+                name: {"generation": record.generation, "state": record.state}
+                for tenant in self._authority.list_tenants()
+                for name, record in self._namespaces(tenant.namespaces)
+            },
+        }
+
+    async def create_tenant(self, name: str, namespaces: list[str] | None) -> dict[str, Any] | Refused:
+        """A tenant and its first key, which is shown this once."""
+        return self._refusing(lambda: self._create_tenant(name, namespaces))
+
+    async def list_tenants(self) -> list[dict[str, Any]]:
+        """Tenants, their namespaces and how many keys they have."""
+        return [
+            {
+                "tenant": record.name,
+                "namespaces": list(record.namespaces),
+                "keys": len(record.key_ids),
+                "created_at": record.created_at,
+            }
+            for record in self._authority.list_tenants()
+        ]
+
+    async def create_key(self, tenant: str) -> dict[str, Any] | Refused:
+        """One more key for a tenant."""
+        return self._refusing(lambda: {"key": self._authority.create_key(tenant)})
+
+    async def revoke(self, namespace: str, deadline_s: float) -> bytes | Refused:
+        """Revoke the namespace's current generation; the certificate's bytes."""
+        try:
+            certificate = await self._revoker.revoke(namespace, deadline_s)
+            return self._authority.certificate(namespace, certificate.generation_from)
+        except NamespaceError as error:
+            return Refused(error.reason, str(error))
+
+    async def certificate(self, certificate_id: str) -> bytes | Refused:
+        """A certificate as issued; the id is ``NAMESPACE:GENERATION`` (the revoked one)."""
+        namespace, _, generation = certificate_id.rpartition(":")
+        if not namespace or not generation.isdecimal():
+            return Refused("invalid_request", "a certificate id is NAMESPACE:GENERATION")
+        return self._refusing(lambda: self._authority.certificate(namespace, int(generation)))
+
+    async def public_key(self) -> bytes:
+        """The certificate key's public half, hexadecimal with a line end."""
+        return self._public_key_path.read_bytes()
+
+    async def audit_kv(self, namespace: str, samples: int) -> dict[str, Any] | Refused:
+        """Sampled K/V rows of every rank against a cold recompute."""
+        if samples < 1:
+            return Refused("invalid_request", "samples must be at least 1")
+        self._authority.record_call("operator", "audit_kv", namespace, {"samples": samples})
+        return {"namespace": namespace, "ranks": await self._fleet.audit_kv(namespace, samples)}
+
+    async def pool(self) -> dict[str, Any]:
+        """Every replica's pool gauge and blocks by namespace."""
+        return {"replicas": await self._fleet.pools()}
+
+    async def ranks(self) -> dict[str, Any]:
+        """Agreement of the ledgers and the position of every rank."""
+        return {
+            "replicas": await self._fleet.replica_status(),
+            "ranks": await self._fleet.worker_status(),
+        }
+
+    async def drain(self) -> dict[str, Any]:
+        """Admit nothing more on any replica."""
+        self._authority.record_call("operator", "drain", "cluster", {})
+        return {"replicas": await self._fleet.drain()}
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _create_tenant(self, name: str, namespaces: list[str] | None) -> dict[str, Any]:
+        record = self._authority.create_tenant(name, namespaces)
+        return {
+            "tenant": record.name,
+            "namespaces": list(record.namespaces),
+            "key": self._authority.create_key(record.name),
+        }
+
+    def _namespaces(self, names: tuple[str, ...]) -> list[tuple[str, Any]]:
+        stored = [(name, self._authority.registry.stored_namespace(name)) for name in names]
+        return [(name, found.value) for name, found in stored if found is not None]
+
+    def _refusing(self, call: Callable[[], _T]) -> _T | Refused:
+        try:
+            return call()
+        except NamespaceError as error:
+            return Refused(error.reason, str(error))

@@ -1,0 +1,139 @@
+"""One tensor-parallel rank: its own ledger, its own pool, its shard of the model.
+
+Owns the execution of step plans on one rank. The rank applies the plan's commands to its own ledger, zeroes what the
+receipts name, computes the dispatched rows through its own block tables and reports position, digest and tokens.
+Invariant: nothing is computed for a plan whose incarnation or log position is not this rank's own; such a plan raises
+and the rank is of no further use (docs/architecture.md, failure model).
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from copyhold.kernels.batch import StepBatch
+from copyhold.kernels.pool import KVPool
+from copyhold.kvcore.commands import Dispatch
+from copyhold.kvcore.ledger import Ledger
+from copyhold.models.llama import LlamaShard
+from copyhold.models.oneshot import audit_kv
+from copyhold.namespace.certificate import RankSigner
+
+from .errors import RanksDiffer
+from .plan import KVAuditOrder, KVAuditResult, StepEvidence, StepPlan
+from .scrubbing import Scrubber
+
+
+class Rank:
+    """Executes plans; plain, without Ray and sockets, so that tests and simulation run it in process."""
+
+    def __init__(
+        self, rank: int, incarnation: str, shard: LlamaShard, pool: KVPool, signer: RankSigner
+    ) -> None:
+        self._rank = rank
+        self._incarnation = incarnation
+        self._shard = shard
+        self._pool = pool
+        self._signer = signer
+        self._ledger = Ledger()
+        self._scrubber = Scrubber(self._ledger, pool)
+
+    @property
+    def ledger(self) -> Ledger:
+        """This rank's own ledger; read only for callers."""
+        return self._ledger
+
+    def execute(self, plan: StepPlan) -> StepEvidence:
+        """Apply, compute, report. Raises ``RanksDiffer`` for a plan of another incarnation or position."""
+        started_ns = time.perf_counter_ns()
+        if plan.incarnation != self._incarnation or plan.first_log_index != self._ledger.log_index:
+            raise RanksDiffer(
+                self._rank,
+                f"incarnation {plan.incarnation} index {plan.first_log_index}",
+                f"incarnation {self._incarnation} index {self._ledger.log_index}",
+            )
+        for offset, command in enumerate(plan.commands):
+            self._scrubber.apply(plan.first_log_index + offset, command)
+        digest = self._ledger.machine_digest
+        tokens: tuple[int, ...] = ()
+        if plan.commands and isinstance(plan.commands[-1], Dispatch):
+            tokens = self._compute(plan.commands[-1], plan.sample)
+        return StepEvidence(
+            incarnation=self._incarnation,
+            step=plan.step,
+            rank=self._rank,
+            log_index=self._ledger.log_index,
+            machine_digest=digest,
+            tokens=tokens,
+            execution_ns=time.perf_counter_ns() - started_ns,
+            purge=None
+            if plan.purge is None
+            else self._signer.sign(
+                self._scrubber.evidence(plan.purge, self._incarnation, self._rank, digest)
+            ),
+            audit=None if plan.audit is None else self._audit(plan.audit),
+        )
+
+    def _compute(self, dispatch: Dispatch, sample: tuple[int, ...]) -> tuple[int, ...]:
+        batch = step_batch(self._ledger, dispatch, sample, self._pool.block_size)
+        logits = self._shard.forward(batch)
+        return tuple(int(token) for token in self._shard.greedy(logits)) if sample else ()
+
+    def _audit(self, order: KVAuditOrder) -> KVAuditResult:
+        found = audit_kv(
+            self._shard,
+            np.frombuffer(order.tokens, dtype="<i4"),
+            np.asarray(order.block_ids, dtype=np.int64),
+            np.asarray(order.positions, dtype=np.int64),
+        )
+        return KVAuditResult(self._rank, found.rows_compared, float(found.max_abs_difference))
+
+
+def step_batch(ledger: Ledger, dispatch: Dispatch, sample: tuple[int, ...], block_size: int) -> StepBatch:
+    """The arrays of one dispatched step, read from a ledger: token ids, positions, slots, tables, logit rows."""
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    starts = [0]
+    contexts: list[int] = []
+    table_rows: list[int] = []
+    widest = 1
+    for span in dispatch.rows:
+        slot, end = span.request.slot, span.start + span.count
+        rows = np.arange(span.start, end, dtype=np.int64)
+        blocks = ledger.tables[slot, rows // block_size].astype(np.int64)
+        tokens.append(ledger.request_tokens(span.request)[span.start : end])
+        positions.append(rows)
+        slots.append(blocks * block_size + rows % block_size)
+        starts.append(starts[-1] + span.count)
+        contexts.append(end)
+        table_rows.append(slot)
+        widest = max(widest, -(-end // block_size))
+    logit_rows = [starts[index + 1] - 1 for index in sample]
+    return StepBatch(
+        tokens=np.concatenate(tokens).astype(np.int64),
+        positions=np.concatenate(positions),
+        slots=np.concatenate(slots),
+        seq_starts=np.asarray(starts, dtype=np.int32),
+        context_lens=np.asarray(contexts, dtype=np.int32),
+        block_tables=np.ascontiguousarray(ledger.tables[table_rows, :widest], dtype=np.int32),
+        logit_rows=np.asarray(logit_rows, dtype=np.int64),
+    )
+
+
+def warm_up_step(shard: LlamaShard) -> None:
+    """One computed step on block 0, which is zeroed again: allocator, threads and collective have all run once."""
+    count = min(shard.pool.block_size, 4)
+    rows = np.arange(count, dtype=np.int64)
+    batch = StepBatch(
+        tokens=np.zeros(count, dtype=np.int64),
+        positions=rows,
+        slots=rows,
+        seq_starts=np.array([0, count], dtype=np.int32),
+        context_lens=np.array([count], dtype=np.int32),
+        block_tables=np.zeros((1, 1), dtype=np.int32),
+        logit_rows=np.array([count - 1], dtype=np.int64),
+    )
+    shard.greedy(shard.forward(batch))
+    shard.pool.zero_blocks([0])

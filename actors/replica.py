@@ -1,0 +1,338 @@
+"""The replica actor: verified requests in, tokens out; one engine, one scheduler, TP ranks behind it.
+
+Owns admission on one replica incarnation: the grant is verified and the serving lease is held *before* the ledger is asked
+anything (K013), and every stream ends with exactly one last item. Invariant: an incarnation serves only between its
+registration with the authority and the loss of its lease; after that it admits nothing and its streams are ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from ray.exceptions import RayError
+
+from copyhold.kvcore.commands import Genesis, GroupSpec, Scope
+from copyhold.kvcore.identity import chain_digests
+from copyhold.namespace.errors import GrantRefused, NamespaceError
+from copyhold.namespace.grants import GrantVerifier
+from copyhold.namespace.leases import LeaseHolder
+from copyhold.namespace.records import IncarnationRecord, RankEvidence
+from copyhold.namespace.sessions import SessionStore
+
+from .engine import Engine
+from .errors import ActorError, InvalidRequest, ReplicaStopped
+from .executor import ChannelExecutor
+from .messages import Admitted, Failed, Finished, GenerateRequest, StreamItem
+from .plan import KVAuditOrder, PurgeOrder
+from .routing import DIGEST_EVERY_TOKENS
+from .receipt_store import keep_receipt
+from .scheduler import Scheduler, StepBudget
+from .submission import Entry, Submission
+from .transport import StepListener
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True):
+    """One replica incarnation. Nothing in it is secret: ``grant_public_key`` is the authority's public half."""
+
+    name: str
+    incarnation: str
+    ranks: int
+    world: bytes
+    model: str
+    block_size: int
+    num_blocks: int
+    max_requests: int
+    max_model_len: int
+    step_tokens: int
+    prefill_chunk_tokens: int
+    channel_path: str
+    step_timeout_s: float
+    grant_public_key: bytes
+    cluster_id: str
+    store_epoch: str
+    audience: str
+    sessions_store: str
+    receipt_ttl_s: int
+
+
+class Replica:
+    """Created as a Ray actor with async methods; everything that touches the ledger runs on the engine's thread."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
+        self._listener = StepListener(Path(spec.channel_path), spec.ranks)
+        self._verifier = GrantVerifier(
+            spec.grant_public_key, spec.cluster_id, spec.store_epoch, spec.audience
+        )
+        self._lease = LeaseHolder(spec.incarnation)
+        self._sessions = SessionStore.connect(spec.sessions_store)
+        self._entries: dict[str, Entry] = {}
+        self._secrets: dict[str, bytes] = {}
+        self._engine: Engine | None = None
+        self._draining = False
+        self._renew_every_s = 1.0
+        self._lease_refusal = ""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    async def listening(self) -> bool:
+        """Answers once the step channel can be connected to."""
+        return True
+
+    async def start(self, authority: Any, coordinator: Any, rank_public_keys: tuple[str, ...]) -> None:
+        """Take the ranks' connections, register the incarnation, take the first lease and begin to serve."""
+        self._authority, self._coordinator = authority, coordinator
+        await asyncio.to_thread(self._listener.accept_all, self._spec.step_timeout_s)
+        record = IncarnationRecord(
+            self._spec.incarnation, self._spec.name, self._spec.ranks, rank_public_keys
+        )
+        await authority.register_incarnation.remote(record)
+        await self._renew()
+        genesis = Genesis(
+            self._spec.world,
+            (GroupSpec("full", self._spec.block_size, self._spec.num_blocks),),
+            self._spec.max_requests,
+            self._spec.max_model_len,
+            self._spec.incarnation,
+        )
+        budget = StepBudget(self._spec.step_tokens, self._spec.prefill_chunk_tokens)
+        self._loop = asyncio.get_running_loop()
+        self._scheduler = Scheduler(genesis, budget, self._published)
+        executor = ChannelExecutor(self._listener, self._spec.step_timeout_s)
+        self._engine = Engine(self._scheduler, executor, lambda: self._lease.holds(time.monotonic()))
+        self._engine.start()
+        await coordinator.attach.remote(self._spec.name, self._spec.incarnation)
+        self._tasks.append(asyncio.create_task(self._keep_lease()))
+
+    async def stop(self) -> None:
+        """End every stream, the engine and the channel."""
+        for task in self._tasks:
+            task.cancel()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop, self._spec.step_timeout_s)
+        self._listener.close()
+
+    async def drain(self) -> dict[str, int]:
+        """Admit nothing more; running requests go on. Returns what is still running and waiting."""
+        self._draining = True
+        running, waiting = self._scheduler.counts()
+        return {"running": running, "waiting": waiting}
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[StreamItem]]:
+        """Stream of item lists; one list holds whatever the engine released since the last."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            yield [refusal]
+            return
+        engine = self._serving_engine()
+        items: asyncio.Queue[StreamItem] = asyncio.Queue()
+
+        def put(item: StreamItem) -> None:
+            self._loop.call_soon_threadsafe(items.put_nowait, item)
+
+        submission = self._submission(request)
+        self._secrets[request.request_id] = request.secret
+        try:
+            entry = await asyncio.wrap_future(engine.submit(submission, put))
+        except InvalidRequest as error:
+            self._secrets.pop(request.request_id, None)
+            yield [Failed(error.kind, error.message)]
+            return
+        except ActorError as error:
+            self._secrets.pop(request.request_id, None)
+            yield [Failed(error.kind, str(error))]
+            return
+        self._entries[request.request_id] = entry
+        ended = False
+        try:
+            while not ended:
+                batch = [await items.get()]
+                while not items.empty():
+                    batch.append(items.get_nowait())
+                ended = isinstance(batch[-1], Finished | Failed)
+                await self._keep_receipts(request, batch)
+                yield batch
+        finally:
+            self._entries.pop(request.request_id, None)
+            self._secrets.pop(request.request_id, None)
+            if not ended:
+                engine.cancel(entry)
+
+    async def cancel(self, request_id: str) -> None:
+        """Release a request's blocks; unknown or ended requests are left alone."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._serving_engine().cancel(entry)
+
+    # -- revocation ---------------------------------------------------------------------------------------------
+
+    async def advance_floor(self, namespace: str, generation: int) -> int:
+        """Fence older generations; returns the number of requests still running below the floor."""
+        self._lease.raise_floor(namespace, generation)
+        call = self._serving_engine().call(lambda: self._scheduler.advance_floor(namespace, generation))
+        return await asyncio.wrap_future(call)
+
+    async def end_requests(self, namespace: str, generation: int, deadline_s: float) -> int:
+        """Give requests below the floor until ``deadline_s`` from now, then end them; returns how many were ended."""
+        engine = self._serving_engine()
+        deadline_at_s = time.monotonic() + deadline_s
+        while time.monotonic() < deadline_at_s:
+            left = await asyncio.wrap_future(
+                engine.call(lambda: self._scheduler.advance_floor(namespace, generation))
+            )
+            if left == 0:
+                return 0
+            await asyncio.sleep(min(0.02, max(0.0, deadline_at_s - time.monotonic())))
+        return await asyncio.wrap_future(engine.call(self._scheduler.end_below_floor))
+
+    async def purge_evidence(self, namespace: str, generation: int, nonce: str) -> list[RankEvidence]:
+        """Every rank's signed measurement for a revocation; requests below the floor must have ended."""
+        order = PurgeOrder(namespace, generation, nonce)
+        reports = await asyncio.wrap_future(self._serving_engine().purge(order))
+        return [report.purge for report in reports if report.purge is not None]
+
+    # -- operator -----------------------------------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        """Counts, agreement and times; JSON-ready."""
+        engine = self._engine
+        if engine is None or engine.failure is not None:
+            failure = "starting" if engine is None else str(engine.failure)
+            return {"replica": self._spec.name, "serving": False, "failure": failure}
+        running, waiting = self._scheduler.counts()
+        return {
+            "replica": self._spec.name,
+            "incarnation": self._spec.incarnation,
+            "serving": self._lease.holds(time.monotonic()) and not self._draining,
+            "failure": self._lease_refusal,
+            "running": running,
+            "waiting": waiting,
+            "preemptions": self._scheduler.preemptions,
+            "admitted_requests": self._scheduler.admitted_requests,
+            "cached_tokens": self._scheduler.cached_tokens,
+            "agreement": msgspec.to_builtins(self._scheduler.agreement.report()),
+            "times": msgspec.to_builtins(engine.times()),
+        }
+
+    async def pool(self) -> dict[str, Any]:
+        """Gauge and, per namespace, the blocks its index holds; one snapshot between two steps."""
+        return await asyncio.wrap_future(self._serving_engine().call(self._pool_snapshot))
+
+    async def audit_kv(self, namespace: str, samples: int) -> list[dict[str, Any]]:
+        """Compare sampled K/V rows of the namespace's longest cached prefix with a cold recompute on every rank."""
+        engine = self._serving_engine()
+        paths = await asyncio.wrap_future(engine.call(lambda: self._scheduler.ledger.paths(namespace)))
+        if not paths:
+            return []
+        _, tokens, blocks = max(paths, key=lambda path: len(path[1]))
+        positions = np.unique(np.linspace(0, len(tokens) - 1, num=min(samples, len(tokens)), dtype=np.int64))
+        order = KVAuditOrder(
+            np.ascontiguousarray(tokens, dtype="<i4").tobytes(),
+            tuple(int(block) for block in blocks),
+            tuple(int(position) for position in positions),
+        )
+        reports = await asyncio.wrap_future(engine.audit(order))
+        return [
+            {**msgspec.to_builtins(report.audit), "tokens": len(tokens)}
+            for report in reports
+            if report.audit is not None
+        ]
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _serving_engine(self) -> Engine:
+        if self._engine is None:
+            raise ReplicaStopped("the replica has not started")
+        return self._engine
+
+    def _refusal(self, request: GenerateRequest) -> Failed | None:
+        """Everything that is checked before the ledger hears of a request."""
+        try:
+            self._verifier.verify(request.grant, time.time(), self._lease.floors)
+        except GrantRefused as error:
+            revoked = error.reason == "namespace_generation_mismatch"
+            return Failed("namespace_revoked" if revoked else "not_authorized", str(error))
+        now_s = time.time()
+        if request.route.incarnation != self._spec.incarnation or now_s > request.route.expires_at:
+            return Failed("stale_route", "the route names another incarnation or has expired")
+        if self._draining or self._engine is None or not self._lease.holds(time.monotonic()):
+            return Failed("service_unavailable", "the replica does not admit requests now")
+        if self._engine.failure is not None:
+            return Failed("replica_stopped", str(self._engine.failure))
+        return None
+
+    def _submission(self, request: GenerateRequest) -> Submission:
+        grant = request.grant
+        return Submission(
+            request_id=request.request_id,
+            receipt_id="rcp_" + secrets.token_hex(12),
+            scope=Scope(grant.namespace, grant.generation, self._spec.world),
+            model=self._spec.model,
+            tokens=request.tokens,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=frozenset(request.stop_token_ids),
+            lookup=grant.allows("reuse"),
+            publish=grant.allows("publish"),
+            arrived_at_s=time.monotonic(),
+            created_at=time.time(),
+        )
+
+    async def _keep_receipts(self, request: GenerateRequest, batch: list[StreamItem]) -> None:
+        """Store the tenant's receipt before its id leaves, and again when it is complete."""
+        kept = [item for item in batch if isinstance(item, Admitted | Finished)]
+        if kept:
+            await asyncio.to_thread(
+                keep_receipt, self._sessions, request.grant, request.secret, kept[-1].receipt, self._spec.receipt_ttl_s
+            )
+
+    def _published(self, entry: Entry, tokens_before: int, tokens_after: int) -> None:
+        """Engine thread: tell the routing index about whole digest strides that became available."""
+        secret = self._secrets.get(entry.submission.request_id)
+        if secret is None or tokens_after // DIGEST_EVERY_TOKENS <= tokens_before // DIGEST_EVERY_TOKENS:
+            return
+        tokens = np.frombuffer(entry.known_tokens(), dtype="<i4")[:tokens_after]
+        chain = chain_digests(secret, tokens, DIGEST_EVERY_TOKENS)
+        digests = [(digest, (number + 1) * DIGEST_EVERY_TOKENS) for number, digest in enumerate(chain)]
+        scope = entry.scope
+        self._coordinator.publish.remote(scope.namespace, scope.generation, self._spec.incarnation, digests)
+
+    def _pool_snapshot(self) -> dict[str, Any]:
+        ledger = self._scheduler.ledger
+        gauge = ledger.gauge()
+        blocks: dict[str, set[int]] = {}
+        for _, scope in ledger.state.scopes.all_scopes():
+            for _, _, path_blocks in ledger.paths(scope.namespace):
+                blocks.setdefault(scope.namespace, set()).update(path_blocks.tolist())
+        return {
+            **msgspec.to_builtins(gauge),
+            "log_index": ledger.log_index,
+            "namespaces": {name: sorted(held) for name, held in sorted(blocks.items())},
+        }
+
+    async def _keep_lease(self) -> None:
+        """Renew at a quarter of the lease; a refusal or a lost authority lets the lease run out."""
+        while True:
+            await asyncio.sleep(self._renew_every_s)
+            try:
+                await self._renew()
+                running, waiting = self._scheduler.counts()
+                await self._coordinator.report_load.remote(self._spec.incarnation, running, waiting)
+            except (NamespaceError, RayError) as error:
+                self._lease_refusal = f"{type(error).__name__}: {error}"
+
+    async def _renew(self) -> None:
+        sequence = self._lease.begin_renewal(time.monotonic())
+        renewal = await self._authority.renew_lease.remote(self._spec.incarnation, sequence)
+        self._lease.accept(renewal)
+        self._renew_every_s = renewal.expires_in_s / 4
+        self._lease_refusal = ""

@@ -1,0 +1,172 @@
+"""The tensor-parallel worker actor: one rank in a process of its own, driven over a step channel.
+
+Owns the process's model shard, pool and collective; the Ray methods are start-up and status only, no token passes
+through them. Invariant: after the first failed step the channel is closed with the reason and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .errors import TransportClosed
+from .plan import StepEvidence, decode_plan, encode_evidence
+from .transport import connect, receive_message, send_message
+
+if TYPE_CHECKING:
+    from copyhold.models.collective import Collective, RendezvousStore
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """What a rank needs to start; paths are on its own host. No secret is in it."""
+
+    rank: int
+    ranks: int
+    incarnation: str
+    model_path: str
+    block_size: int
+    num_blocks: int
+    threads: int
+    max_step_tokens: int
+    collective_timeout_s: float
+    channel_path: str
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """Where a rank stands. ``kernel_compilations``: kernels this process had to compile (0 with a warm cache)."""
+
+    rank: int
+    pid: int
+    steps: int
+    log_index: int
+    pool_bytes: int
+    kernel_compilations: int
+    failure: str
+
+
+class TPWorker:
+    """Created as a Ray actor; imports torch only in its own process."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._signer_seed = secrets.token_bytes(32)
+        self._thread: threading.Thread | None = None
+        self._store: RendezvousStore | None = None
+        self._steps = 0
+        self._failure = ""
+        self._kernel_compilations = 0
+
+    def load(self) -> str:
+        """Map the pool and start the rank's ledger; returns the rank's public key in hexadecimal."""
+        import torch
+
+        from copyhold.kernels.pool import KVPool
+        from copyhold.models.manifest import load_checkpoint
+        from copyhold.namespace.certificate import RankSigner
+
+        torch.set_num_threads(self._spec.threads)
+        torch.set_grad_enabled(False)
+        checkpoint = load_checkpoint(Path(self._spec.model_path))
+        self._checkpoint = checkpoint
+        self._partition = checkpoint.partitions[self._spec.rank]
+        self._pool = KVPool(
+            checkpoint.config.num_layers,
+            self._spec.num_blocks,
+            len(self._partition.kv_heads),
+            checkpoint.config.head_dim,
+            self._spec.block_size,
+        )
+        self._signer = RankSigner(self._signer_seed)
+        return self._signer.public_key.hex()
+
+    def open_store(self) -> int:
+        """Rank 0: open the rendezvous store of this incarnation's process group; returns its port."""
+        from copyhold.models.collective import RendezvousStore
+
+        self._store = RendezvousStore.open(self._spec.collective_timeout_s)
+        return self._store.port
+
+    def join(self, port: int) -> None:
+        """Join the process group and load this rank's shard."""
+        from copyhold.models.llama import LlamaShard
+
+        from .rank import Rank
+
+        self._shard = LlamaShard(
+            self._checkpoint.config,
+            self._partition,
+            self._checkpoint.shard_path(self._spec.rank),
+            self._pool,
+            self._collective(port),
+            self._spec.max_step_tokens,
+        )
+        self._rank = Rank(self._spec.rank, self._spec.incarnation, self._shard, self._pool, self._signer)
+
+    def warm_up(self) -> int:
+        """One step on a block that is zeroed again; returns how many kernels had to be compiled."""
+        from copyhold.kernels import cpu
+
+        from .rank import warm_up_step
+
+        cpu.warm_up()
+        warm_up_step(self._shard)
+        self._kernel_compilations = sum(misses for _, misses in cpu.compile_counts().values())
+        return self._kernel_compilations
+
+    def serve(self) -> None:
+        """Connect to the replica and start taking plans."""
+        sock = connect(Path(self._spec.channel_path), self._spec.rank, self._spec.collective_timeout_s)
+
+        def loop() -> None:
+            with sock:
+                try:
+                    while True:
+                        plan = decode_plan(receive_message(sock))
+                        send_message(sock, encode_evidence(self._rank.execute(plan)))
+                        self._steps += 1
+                except TransportClosed as error:
+                    self._failure = str(error)
+                except Exception as error:  # noqa: BLE001 - the thread's last frame: the replica is told and stops
+                    self._failure = f"{type(error).__name__}: {error}"
+                    send_message(sock, encode_evidence(self._failed_evidence()))
+
+        self._thread = threading.Thread(target=loop, name="copyhold-rank", daemon=True)
+        self._thread.start()
+
+    def status(self) -> WorkerStatus:
+        """Position and health of the rank."""
+        return WorkerStatus(
+            rank=self._spec.rank,
+            pid=os.getpid(),
+            steps=self._steps,
+            log_index=self._rank.ledger.log_index,
+            pool_bytes=self._pool.total_bytes,
+            kernel_compilations=self._kernel_compilations,
+            failure=self._failure,
+        )
+
+    def _collective(self, port: int) -> Collective:
+        from copyhold.models.collective import GlooCollective, RendezvousStore, SingleProcess
+
+        spec = self._spec
+        if spec.ranks == 1:
+            return SingleProcess()
+        if self._store is None:
+            self._store = RendezvousStore.connect(port, spec.collective_timeout_s)
+        return GlooCollective(self._store, spec.rank, spec.ranks, 1, spec.collective_timeout_s)
+
+    def _failed_evidence(self) -> StepEvidence:
+        ledger = self._rank.ledger
+        return StepEvidence(
+            self._spec.incarnation,
+            0,
+            self._spec.rank,
+            ledger.log_index,
+            ledger.machine_digest,
+            failure=self._failure,
+        )

@@ -1,0 +1,179 @@
+"""The gateway's backend on Ray: authority, coordinator and replicas behind the gateway's protocol.
+
+Owns no state but the handles. Order of every tenant call: authorize at the authority, then route, then generate; a stale
+route is asked for again once. Refusals travel as values, not as remote exceptions, so that no traceback crosses and
+equal refusals stay equal (SECURITY.md, "Refusals").
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from copyhold.actors.authority import Refused
+from copyhold.actors.errors import InvalidRequest, ServiceUnavailable
+from copyhold.actors.messages import Failed, GenerateRequest, ReuseReceipt, RouteReceipt, StreamItem
+from copyhold.actors.names import RAY_NAMESPACE
+from copyhold.actors.routing import DIGEST_EVERY_TOKENS
+from copyhold.kvcore.identity import chain_digests
+from copyhold.namespace.authority import Authorization
+from copyhold.namespace.errors import NotFound, Unauthenticated
+from copyhold.namespace.sessions import SessionStore
+
+
+class RayGeneration:
+    """One running request on a replica actor."""
+
+    def __init__(self, replica: Any, request_id: str, stream: Any) -> None:
+        self._replica = replica
+        self._request_id = request_id
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[StreamItem]:
+        try:
+            async for reference in self._stream:
+                for item in await reference:
+                    yield item
+        except RayError as error:
+            yield Failed("replica_stopped", f"the replica is gone ({type(error).__name__})")
+
+    async def cancel(self) -> None:
+        """Release the request's blocks; a request that has ended is left alone."""
+        try:
+            await self._replica.cancel.remote(self._request_id)
+        except RayError as error:
+            raise ServiceUnavailable(f"the replica is gone ({type(error).__name__})") from error
+
+
+class RayTenantBackend:
+    """``TenantBackend`` over actor handles."""
+
+    def __init__(self, authority: Any, coordinator: Any, sessions: SessionStore) -> None:
+        self._authority = authority
+        self._coordinator = coordinator
+        self._sessions = sessions
+        self._replicas: dict[str, Any] = {}
+
+    async def authorize(self, credential: str, namespace: str | None, request_id: str) -> Authorization:
+        """Raises ``Unauthenticated``, ``NotFound``, ``ServiceUnavailable``."""
+        try:
+            answer = await self._authority.authorize.remote(credential, namespace, request_id)
+        except RayError as error:
+            raise ServiceUnavailable(f"the authority is gone ({type(error).__name__})") from error
+        return _authorization(answer)
+
+    async def generate(
+        self,
+        authorization: Authorization,
+        request_id: str,
+        tokens: bytes,
+        max_new_tokens: int,
+        stop_token_ids: tuple[int, ...],
+    ) -> RayGeneration:
+        """Route and start; the returned stream begins with ``Admitted`` or a ``Failed``."""
+        route = await self._route(authorization, tokens)
+        request = GenerateRequest(
+            request_id=request_id,
+            grant=authorization.grant,
+            secret=authorization.secret,
+            route=route,
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+        )
+        replica = self._replica(route.replica)
+        stream = replica.generate.options(num_returns="streaming").remote(request)
+        return RayGeneration(replica, request_id, stream)
+
+    async def receipt(self, authorization: Authorization, receipt_id: str) -> ReuseReceipt:
+        """The tenant's own receipt. Raises ``NotFound`` for an absent, foreign or revoked one alike."""
+        grant = authorization.grant
+        return load_receipt(
+            self._sessions, grant.namespace, grant.generation, authorization.secret, receipt_id
+        )
+
+    async def ready(self) -> bool:
+        """Whether some replica serves now."""
+        try:
+            return await self._authority.serving.remote()
+        except RayError:
+            return False
+
+    async def _route(self, authorization: Authorization, tokens: bytes) -> RouteReceipt:
+        digests = chain_digests(authorization.secret, np.frombuffer(tokens, dtype="<i4"), DIGEST_EVERY_TOKENS)
+        try:
+            route = await self._coordinator.route.remote(authorization.grant, digests)
+        except RayError as error:
+            raise ServiceUnavailable(f"the coordinator is gone ({type(error).__name__})") from error
+        if route is None:
+            raise ServiceUnavailable("no replica serves now")
+        return route
+
+    def _replica(self, name: str) -> Any:
+        if name not in self._replicas:
+            self._replicas[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+        return self._replicas[name]
+
+
+class RayAdminBackend:
+    """``AdminBackend`` over the authority actor; the operator's calls, each audited there."""
+
+    def __init__(self, authority: Any) -> None:
+        self._authority = authority
+
+    async def status(self) -> dict[str, Any]:
+        return await self._ask("status")
+
+    async def create_tenant(self, name: str, namespaces: list[str] | None) -> dict[str, Any]:
+        return await self._ask("create_tenant", name, namespaces)
+
+    async def list_tenants(self) -> list[dict[str, Any]]:
+        return await self._ask("list_tenants")
+
+    async def create_key(self, tenant: str) -> dict[str, Any]:
+        return await self._ask("create_key", tenant)
+
+    async def revoke(self, namespace: str, deadline_s: float) -> bytes:
+        return await self._ask("revoke", namespace, deadline_s)
+
+    async def certificate(self, certificate_id: str) -> bytes:
+        return await self._ask("certificate", certificate_id)
+
+    async def public_key(self) -> bytes:
+        return await self._ask("public_key")
+
+    async def audit_kv(self, namespace: str, samples: int) -> dict[str, Any]:
+        return await self._ask("audit_kv", namespace, samples)
+
+    async def pool(self) -> dict[str, Any]:
+        return await self._ask("pool")
+
+    async def ranks(self) -> dict[str, Any]:
+        return await self._ask("ranks")
+
+    async def drain(self) -> dict[str, Any]:
+        return await self._ask("drain")
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            answer = await getattr(self._authority, method).remote(*arguments)
+        except RayError as error:
+            raise ServiceUnavailable(f"the authority is gone ({type(error).__name__})") from error
+        if isinstance(answer, Refused):
+            raise InvalidRequest(answer.message) if answer.kind != "not_found" else NotFound()
+        return answer
+
+
+def _authorization(answer: Authorization | Refused) -> Authorization:
+    if isinstance(answer, Authorization):
+        return answer
+    if answer.kind == "unauthenticated":
+        raise Unauthenticated()
+    if answer.kind == "not_found":
+        raise NotFound()
+    raise ServiceUnavailable(answer.message)
