@@ -74,7 +74,7 @@ class LlamaShard:
         return torch.mm(rows, self._weights.head)
 
     def hidden_states(self, batch: StepBatch, pool: KVPool, scratch: Scratch) -> torch.Tensor:
-        """Run all layers against `pool`; the result is a `[T, hidden]` view of `scratch`, final norm applied."""
+        """All layers and the final norm against `pool`; the result is a `[T, hidden]` view of `scratch`."""
         batch.check(pool.num_blocks, pool.block_size)
         self._check_ids(batch)
         views = scratch.views(batch.num_tokens)
