@@ -1,7 +1,7 @@
 """The audit: recomputes everything the ledger keeps incrementally and lists all that differs.
 
-Invariant: reads only; shares no arithmetic with the code it checks beyond the digest's mixing function.
-Findings carry the contract's reason name first.
+Invariant: reads only; derives counts, locks, rows and queues from tables and edges alone, and both digests
+from the columns. Findings carry the contract's reason name first.
 Source: contracts K066, K070 to K073, K111, K112, K119, K187, K188; LEDGER "Two digests".
 """
 
@@ -37,20 +37,31 @@ def audit(ledger: Ledger) -> None:
         raise AuditViolation(findings)
 
 
-    def _pool_findings(state: LedgerState, ledger: Ledger) -> list[str]: pool = state.pool findings: list[str]
-    = [] expected = np.flatnonzero((pool.ref.array == 0) & (pool.node.array == 0)) listed =
-    np.sort(pool.free.ids()) if not np.array_equal(expected, listed): wrong = np.setxor1d(expected, listed)
-    findings.append(f"free_queue_mismatch: blocks {wrong.tolist()}, {len(listed)} listed") for name, stack in
-    (("block", pool.free), ("node", state.tree.free), ("request", state.requests.free)): cells =
-    stack.column.array if (cells[: stack.count] <= 0).any() or cells[stack.count :].any():
-    findings.append(f"free_queue_mismatch: {name} stack cells disagree with its count {stack.count}") if
-    len(np.unique(stack.ids())) != stack.count: findings.append(f"free_queue_mismatch: {name} stack names an
-    id twice") gauge = ledger.gauge() if gauge.free + gauge.evictable + gauge.live + gauge.reserved !=
-    gauge.total or gauge.free != len(expected): findings.append(f"pool_does_not_reconcile: {gauge}") idle_rows
-    = np.flatnonzero((pool.rows.array != 0) & (pool.ref.array == 0) & (pool.node.array == 0)) if
-    len(idle_rows): findings.append(f"slot_lost: free blocks {idle_rows.tolist()} claim valid rows") entered =
-    (pool.entry.array != 0) != (pool.node.array != 0) if entered.any(): findings.append(f"identity_conflict:
-    blocks {np.flatnonzero(entered).tolist()}") return findings
+def _pool_findings(state: LedgerState, ledger: Ledger) -> list[str]:
+    pool = state.pool
+    findings: list[str] = []
+    expected = np.flatnonzero((pool.ref.array == 0) & (pool.node.array == 0))
+    listed = np.sort(pool.free.ids())
+    if not np.array_equal(expected, listed):
+        wrong = np.setxor1d(expected, listed)
+        findings.append(f"free_queue_mismatch: blocks {wrong.tolist()}, {len(listed)} listed")
+    for name, stack in (("block", pool.free), ("node", state.tree.free), ("request", state.requests.free)):
+        cells = stack.column.array
+        if (cells[: stack.count] <= 0).any() or cells[stack.count :].any():
+            findings.append(f"free_queue_mismatch: {name} stack disagrees with its count {stack.count}")
+        if len(np.unique(stack.ids())) != stack.count:
+            findings.append(f"free_queue_mismatch: {name} stack names an id twice")
+    gauge = ledger.gauge()
+    counted = gauge.free + gauge.evictable + gauge.live + gauge.reserved
+    if counted != gauge.total or gauge.free != len(expected):
+        findings.append(f"pool_does_not_reconcile: {gauge}")
+    idle_rows = np.flatnonzero((pool.rows.array != 0) & (pool.ref.array == 0) & (pool.node.array == 0))
+    if len(idle_rows):
+        findings.append(f"slot_lost: free blocks {idle_rows.tolist()} claim valid rows")
+    entered = (pool.entry.array != 0) != (pool.node.array != 0)
+    if entered.any():
+        findings.append(f"identity_conflict: blocks {np.flatnonzero(entered).tolist()}")
+    return findings
 
 
 def _reference_findings(state: LedgerState) -> list[str]:
@@ -62,7 +73,8 @@ def _reference_findings(state: LedgerState) -> list[str]:
     for slot in np.flatnonzero(requests.active.array):
         table = requests.tables[slot, : requests.num_blocks.array[slot]].astype(np.int64)
         np.add.at(counts, table, 1)
-        node, page = int(requests.terminal.array[slot]), tree.end_page(int(requests.terminal.array[slot]))
+        node = int(requests.terminal.array[slot])
+        page = tree.end_page(node)
         while node:
             locks[node] += 1
             edge = tree.blocks[node]
@@ -71,10 +83,8 @@ def _reference_findings(state: LedgerState) -> list[str]:
             node = int(tree.parent.array[node])
     wrong = np.flatnonzero(counts != pool.ref.array)
     if len(wrong):
-        findings.append(
-            f"refcount_mismatch: blocks {wrong.tolist()} hold {pool.ref.array[wrong].tolist()}, "
-            f"reachable {counts[wrong].tolist()}"
-        )
+        held, reachable = pool.ref.array[wrong].tolist(), counts[wrong].tolist()
+        findings.append(f"refcount_mismatch: blocks {wrong.tolist()} hold {held}, reachable {reachable}")
     for node in np.flatnonzero(tree.pages.array):
         held = pool.ref.array[tree.blocks[node]]
         if (held != locks[node]).any():
@@ -89,7 +99,7 @@ def _tree_findings(state: LedgerState) -> list[str]:
     owned: list[Array] = []
     for scope_id, branch in tree.roots.items():
         if not branch.by_page:
-            findings.append(f"root of scope {scope_id} is kept although it is empty")
+            findings.append(f"slot_lost: the root of scope {scope_id} is kept although it is empty")
         if state.scopes.revoked[scope_id]:
             findings.append(f"stale_namespace_generation: scope {scope_id} still has a root")
         for node in tree.subtree(scope_id):
@@ -121,7 +131,7 @@ def _node_findings(state: LedgerState, scope_id: int, node: int) -> list[str]:
         findings.append(f"unaligned_boundary: node {node}")
     children = tree.children_of(node)
     if len(children) != tree.num_children[node]:
-        findings.append(f"node {node} counts {tree.num_children[node]} children, has {len(children)}")
+        findings.append(f"slot_lost: node {node} counts {tree.num_children[node]}, has {len(children)}")
     firsts = [tree.tokens[child][:page].tobytes() for child in children]
     if len(set(firsts)) != len(firsts) or any(int(tree.parent.array[child]) != node for child in children):
         findings.append(f"child_selector_mismatch: node {node}")
@@ -135,26 +145,40 @@ def _node_findings(state: LedgerState, scope_id: int, node: int) -> list[str]:
     return findings
 
 
-            def _request_findings(state: LedgerState) -> list[str]: requests, pool, page = state.requests,
-            state.pool, state.block_size findings: list[str] = [] active =
-            np.flatnonzero(requests.active.array) if len(active) + requests.free.count !=
-            requests.max_requests: findings.append("slot_lost: running requests and free slots do not add up")
-            for slot in active: valid, known = int(requests.valid_rows.array[slot]),
-            int(requests.num_tokens.array[slot]) table = requests.tables[slot, :
-            requests.num_blocks.array[slot]] if valid > known or valid > len(table) * page or
-            len(np.unique(table)) != len(table): findings.append(f"table_length_drift: slot {slot} valid
-            {valid}, known {known}, blocks {len(table)}") rows = np.clip(valid - np.arange(len(table)) * page,
-            0, page) if not np.array_equal(pool.rows.array[table], rows):
-            findings.append(f"row_not_materialised: slot {slot}") tokens = requests.tokens[slot] if
-            state.fingerprint(tokens[:known], 0) != int(requests.token_print.array[slot]) or
-            tokens[known:].any(): findings.append(f"token_mismatch: slot {slot}") terminal =
-            int(requests.terminal.array[slot]) path = [state.tree.tokens[node] for node in
-            state.tree.path(terminal)] leased = np.concatenate(path) if path else tokens[:0] if not
-            np.array_equal(leased, tokens[: len(leased)]) or len(leased) > valid:
-            findings.append(f"path_slot_mismatch: slot {slot} leases another path") inactive =
-            requests.active.array == 0 for column in (requests.num_blocks, requests.flight_step,
-            requests.terminal, requests.ending): if column.array[inactive].any(): findings.append(f"slot_lost:
-            {column.name} of a free slot is set") return findings
+def _request_findings(state: LedgerState) -> list[str]:
+    requests = state.requests
+    findings: list[str] = []
+    active = np.flatnonzero(requests.active.array)
+    if len(active) + requests.free.count != requests.max_requests:
+        findings.append("slot_lost: running requests and free slots do not add up")
+    for slot in active:
+        findings += _slot_findings(state, int(slot))
+    inactive = requests.active.array == 0
+    for column in (requests.num_blocks, requests.flight_step, requests.terminal, requests.ending):
+        if column.array[inactive].any():
+            findings.append(f"slot_lost: {column.name} of a free slot is set")
+    return findings
+
+
+def _slot_findings(state: LedgerState, slot: int) -> list[str]:
+    requests, pool, page = state.requests, state.pool, state.block_size
+    findings: list[str] = []
+    valid, known = int(requests.valid_rows.array[slot]), int(requests.num_tokens.array[slot])
+    table = requests.tables[slot, : requests.num_blocks.array[slot]]
+    if valid > known or valid > len(table) * page or len(np.unique(table)) != len(table):
+        findings.append(f"table_length_drift: slot {slot} valid {valid}, known {known}, blocks {len(table)}")
+    rows = np.clip(valid - np.arange(len(table)) * page, 0, page)
+    if not np.array_equal(pool.rows.array[table], rows):
+        findings.append(f"row_not_materialised: slot {slot}")
+    tokens = requests.tokens[slot]
+    token_print = int(requests.token_print.array[slot])
+    if state.fingerprint(tokens[:known], 0) != token_print or tokens[known:].any():
+        findings.append(f"token_mismatch: slot {slot}")
+    path = [state.tree.tokens[node] for node in state.tree.path(int(requests.terminal.array[slot]))]
+    leased = np.concatenate(path) if path else tokens[:0]
+    if not np.array_equal(leased, tokens[: len(leased)]) or len(leased) > valid:
+        findings.append(f"path_slot_mismatch: slot {slot} leases another path")
+    return findings
 
 
 def _owner_findings(state: LedgerState) -> list[str]:

@@ -16,14 +16,13 @@ class LedgerRefusal(Exception):
     reason: ClassVar[str] = ""
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), self._values()
+        return type(self), tuple(self._fields().values())
 
-        def __str__(self) -> str: named = zip((field.name for field in fields(self)), self._values(),
-        strict=True)  # type: ignore[arg-type] return f"{self.reason}: " + ", ".join(f"{name}={value}" for
-        name, value in named)
+    def __str__(self) -> str:
+        return f"{self.reason}: " + ", ".join(f"{name}={value}" for name, value in self._fields().items())
 
-    def _values(self) -> tuple[object, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+    def _fields(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -143,8 +142,7 @@ class UnknownTransaction(LedgerRefusal):
 
 @dataclass(eq=False)
 class RollbackAfterPublication(LedgerRefusal):
-    """The request of this transaction was dispatched; history is compensated, not erased (K068). Unchanged.
-    """
+    """The request of this transaction was dispatched; history is compensated, not erased (K068). Unchanged."""
 
     transaction: int
     slot: int
@@ -161,8 +159,7 @@ class SlotsExhausted(LedgerRefusal):
 
 @dataclass(eq=False)
 class OutOfMemory(LedgerRefusal):
-    """Too few free blocks, even after the evictions the command names (K052). Nothing is reserved or evicted.
-    """
+    """Too few free blocks, even after the evictions the command names (K052). Nothing is reserved or evicted."""
 
     needed_blocks: int
     free_blocks: int
