@@ -21,13 +21,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from copyhold.models.errors import ChatTemplateError
 from copyhold.models.tokenizer import ChatTokenizer
 from copyhold.namespace.authority import Authorization
 
 from .backend import TenantBackend
 from .explain import explanation, receipt_projection
 from .http_auth import Gatekeeper
-from .http_errors import body_too_large, exception_handlers, model_not_found
+from .http_errors import body_too_large, exception_handlers, invalid, model_not_found
 from .http_exchange import Exchange, Plan
 from .http_generate import Answers, LateStarts, PromptPlan
 from .http_reply import ChatForm, CompletionForm, Reply, ReplyForm, ReplyHead
@@ -107,7 +108,10 @@ class Gateway:
         chat = parse_chat(body, self.model, self.settings)
         messages = [dict(message) for message in chat.messages]
         size = sum(len(message["content"]) for message in messages)
-        tokens = await self._tokenize(self.tokenizer.apply_chat_template, messages, size)
+        try:
+            tokens = await self._tokenize(self.tokenizer.apply_chat_template, messages, size)
+        except ChatTemplateError as error:
+            raise invalid("messages", str(error), "chat_template_refused") from error
         return Plan((self._prompt(tokens, "messages", chat.options),), False, chat.options)
 
     async def plan_completion(self, body: Mapping[str, Any]) -> Plan:
@@ -123,7 +127,7 @@ class Gateway:
         return Plan(tuple(plans), completion.listed, completion.options)
 
     def stop_ids(self, options: Options) -> tuple[int, ...]:
-        own = () if options.ignore_eos else tuple(self.tokenizer.eos_ids)
+        own = () if options.ignore_eos else sorted(self.tokenizer.eos_ids)
         return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
 
     async def _tokenize(self, encode: Callable[[Any], list[int]], text: Any, size: int) -> list[int]:

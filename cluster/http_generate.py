@@ -153,7 +153,7 @@ class Answers:
         for index, plan in enumerate(plans):
             name = request_id if len(plans) == 1 else f"{request_id}-{index}"
             generation = await self._start_one(plan, name, stop_ids)
-            self._answers.append(Answer(generation, Detokenizer(self._tokenizer), stops))
+            self._answers.append(Answer(generation, self._tokenizer.detokenizer(), stops))
         await gather_or_cancel([answer.first_step() for answer in self._answers])
 
     async def cancel(self) -> None:

@@ -8,7 +8,7 @@ request.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -80,7 +80,7 @@ class TextStream:
     ) -> None:
         self.close()
 
-    def _read(self) -> Iterator[str]:
+    def _read(self) -> Generator[str, None, None]:
         try:
             with connection_errors():
                 for line in self._response.iter_lines():
