@@ -8,7 +8,6 @@ not imported here; they live in the driver.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from copyhold import __version__
 from .cli_options import ConfigFile, JsonOption, StateDir, state_folder, with_config
 from .cli_output import Output, error_document, error_line, progress_on_stderr, table
 from .config import Config
-from .errors import ClusterError, StopFailed, TenantRequestFailed, UsageError
+from .errors import ClusterError, StopFailed, TenantRequestFailed, UsageError, stable_name
 from .server_record import find_server
 
 FIRST_TENANTS = ("acme", "bravo")
@@ -63,7 +62,8 @@ def _options(
 def serve(config: Config, json: JsonOption = False) -> int:
     """Serve until stopped; prints the URL and, when it made the first tenants, their keys."""
     from .admin_client import AdminClient
-    from .supervisor import StopRequested, Supervisor
+    from .run_signals import StopRequested
+    from .supervisor import Supervisor
 
     server = Supervisor(config)
     try:
@@ -327,7 +327,7 @@ def _type_of(error: Exception) -> str:
     """Stable name of another room's error; anything else is ours to explain and called internal."""
     if not type(error).__module__.startswith("copyhold."):
         return f"internal ({type(error).__name__})"
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(error).__name__).lower()
+    return stable_name(type(error).__name__)
 
 
 def _admin(config_file: Path | None, state_dir: str | None, admin_socket: str | None) -> Any:

@@ -7,6 +7,13 @@ wrong).
 
 from __future__ import annotations
 
+import re
+
+
+def stable_name(name: str) -> str:
+    """``ModelFolderIncomplete`` as ``model_folder_incomplete``; names that are already so stay."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
 
 class ClusterError(Exception):
     """Base of this folder's errors. What is unchanged is said by each subclass."""
@@ -80,7 +87,7 @@ class StoreFailed(ClusterError):
 class DriverFailed(ClusterError):
     """The driver reported an error, ended or hung. Everything started with it has been ended and removed.
 
-    ``reported_type`` is the driver's own name for what went wrong, ``None`` when it said nothing.
+    ``reported_type`` is the driver's own name for what went wrong and becomes ``type``; ``None`` when it said nothing.
     """
 
     type = "driver_failed"
@@ -88,6 +95,8 @@ class DriverFailed(ClusterError):
     def __init__(self, message: str, reported_type: str | None = None) -> None:
         super().__init__(message)
         self.reported_type = reported_type
+        if reported_type is not None:
+            self.type = stable_name(reported_type)
 
 
 class NotRunning(ClusterError):
@@ -109,14 +118,15 @@ class AdminUnavailable(ClusterError):
 
 
 class AdminRefused(ClusterError):
-    """The server refused an admin request with its own type and message. It changed nothing."""
+    """The server refused an admin request; ``type`` and message are its own. It changed nothing."""
 
     type = "admin_refused"
 
     def __init__(self, reported_type: str, message: str, status: int) -> None:
-        super().__init__(f"{message} ({reported_type})")
-        self.reported_type = reported_type
+        super().__init__(message)
+        self.type = stable_name(reported_type)
         self.status = status
+        self.exit_code = 2 if status == 400 else 1
 
 
 class CertificateInvalid(ClusterError):

@@ -12,37 +12,34 @@ import atexit
 import contextlib
 import errno
 import os
-import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from .config import Config
+from .driver_process import DriverProcess
 from .errors import ConfigError, DriverFailed, PortInUse, RunFolderUnusable, StopFailed
-from .launch import RUN_MARK, Failed, LaunchSpec, Ready, Stage, decode_report, write_launch_spec
+from .launch import RUN_MARK, LaunchSpec, Ready, write_launch_spec
 from .processes import (
     ProcessIdentity,
     child_subreaper,
-    die_with_parent,
     end_processes,
-    identity,
     orphaned_shared_memory,
     reap_adopted,
     run_processes,
     shared_memory_names,
-    wait_for_end,
 )
 from .run_folder import SOCKET_PATH_BYTES, make_run_folder, remove_run_folder, sweep_stale_runs
+from .run_signals import signals_call, signals_unwind
 from .server_record import make_state_folder, remove_server_record, state_lock, write_server_record
 from .valkey_process import ValkeyProcess
 
@@ -52,14 +49,6 @@ _KILL_DEADLINE_S = 10.0
 
 Progress = Callable[[str, str], None]
 """Called with (stage, detail) at each step."""
-
-
-class StopRequested(SystemExit):
-    """A signal asked the process to end; unwinding stops the run. Exit code 128 plus the signal's number."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(128 + signal_number)
-        self.signal_number = signal_number
 
 
 class Supervisor:
@@ -72,7 +61,7 @@ class Supervisor:
         self,
         config: Config,
         on_progress: Progress | None = None,
-        driver_command: Sequence[str] = DRIVER_COMMAND,
+        driver_command: Sequence[str] | None = None,
     ) -> None:
         self.config = config
         self.url = ""
@@ -81,9 +70,9 @@ class Supervisor:
         self.state_dir = Path()
         self.shared_memory: set[str] = set()
         self._on_progress = on_progress or (lambda stage, detail: None)
-        self._driver_command = tuple(driver_command)
+        self._driver_command = tuple(driver_command or DRIVER_COMMAND)
         self._cleanup = contextlib.ExitStack()
-        self._driver: subprocess.Popen[bytes] | None = None
+        self._driver: DriverProcess | None = None
         self._stores: list[ValkeyProcess] = []
         self._sessions: set[int] = set()
         self._seen_pids: set[int] = set()
@@ -121,7 +110,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """End the run and remove its traces; a second call does nothing. A signal ends the grace."""
-        with self._signals_shorten_grace():
+        with signals_call(self._shorten_grace):
             self._cleanup.close()
         atexit.unregister(self.stop)
 
@@ -133,11 +122,9 @@ class Supervisor:
         """
         driver = self._driver
         assert driver is not None, "wait() before start()"
-        process = identity(driver.pid)
-        while process is not None and process.alive:
-            wait_for_end([process], timeout_s=30.0)
+        while not driver.await_end(30.0):
             reap_adopted(self._sessions)
-        raise self._driver_failure("the driver ended while serving", driver.wait())
+        raise self._with_log(driver.failure("the driver ended while serving"))
 
     def report_to(self, on_progress: Progress) -> None:
         """Send the stages of the coming start to ``on_progress``."""
@@ -158,7 +145,7 @@ class Supervisor:
         return orphaned_shared_memory(self.run_dir.name, self._seen_pids, self._started_s)
 
     def _start(self) -> None:
-        self._cleanup.enter_context(self._signals_raise())
+        self._cleanup.enter_context(signals_unwind())
         base = Path(self.config.run_dir)
         for stale in sweep_stale_runs(base):
             self._on_progress("sweep", f"removed what a killed server left in {stale}")
@@ -168,8 +155,7 @@ class Supervisor:
         self._open_state()
         self._prepare_admin_socket()
         self._start_stores()
-        ready_fd = self._start_driver()
-        ready = self._await_ready(ready_fd)
+        ready = self._start_driver()
         self.url, self.admin_socket = ready.url, ready.admin_socket
         self._notice(self.processes())
         self._cleanup.callback(remove_server_record, self.state_dir)
@@ -218,31 +204,19 @@ class Supervisor:
             self._sessions.add(store.pid)
             self._cleanup.callback(store.stop)
 
-    def _start_driver(self) -> int:
+    def _start_driver(self) -> Ready:
         launch_path = self.run_dir / "launch.json"
         write_launch_spec(launch_path, self._launch_spec())
         self._cleanup.callback(self._end_driver)
-        read_fd, write_fd = os.pipe()
-        self._cleanup.callback(os.close, read_fd)
-        command = [*self._driver_command, "--launch", str(launch_path), "--ready-fd", str(write_fd)]
+        driver = DriverProcess.start(self._driver_command, launch_path, self._log_path, self._environment())
+        self._driver = driver
+        self._cleanup.callback(driver.close)
+        self._sessions.add(driver.pid)
+        self._seen_pids.add(driver.pid)
         try:
-            with os.fdopen(write_fd, "wb"), self._log_path.open("ab") as log:
-                self._driver = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    cwd=self.run_dir,
-                    env=self._environment(),
-                    pass_fds=(write_fd,),
-                    start_new_session=True,
-                    preexec_fn=die_with_parent(),
-                )
-        except OSError as error:
-            raise DriverFailed(f"the driver cannot be started: {error}") from error
-        self._sessions.add(self._driver.pid)
-        self._seen_pids.add(self._driver.pid)
-        return read_fd
+            return driver.await_ready(self._on_progress, self.config.start_timeout_s)
+        except DriverFailed as error:
+            raise self._with_log(error) from error
 
     def _launch_spec(self) -> LaunchSpec:
         model = self.config.model
@@ -272,68 +246,17 @@ class Supervisor:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def _await_ready(self, ready_fd: int) -> Ready:
-        driver = self._driver
-        assert driver is not None
-        for line in self._report_lines(ready_fd):
-            try:
-                report = decode_report(line)
-            except msgspec.MsgspecError as error:
-                raise DriverFailed(f"the driver sent a line that is no report: {error}") from error
-            if isinstance(report, Ready):
-                return report
-            if isinstance(report, Failed):
-                raise DriverFailed(report.message, report.error)
-            self._report_stage(report)
-        raise self._driver_failure("the driver ended before it was ready", driver.wait())
-
-    def _report_stage(self, stage: Stage) -> None:
-        self._on_progress(stage.stage, stage.detail)
-
-    def _report_lines(self, ready_fd: int) -> Iterator[bytes]:
-        """Lines of the ready pipe until it closes or the driver ends; silence is an error."""
-        driver = self._driver
-        assert driver is not None
-        pidfd = os.pidfd_open(driver.pid)
-        try:
-            poll = select.poll()
-            poll.register(ready_fd, select.POLLIN)
-            poll.register(pidfd, select.POLLIN)
-            pending = b""
-            while True:
-                events = dict(poll.poll(self.config.start_timeout_s * 1000))
-                if not events:
-                    raise DriverFailed(f"the driver showed no progress for {self.config.start_timeout_s:g} s")
-                if ready_fd not in events:
-                    return
-                chunk = os.read(ready_fd, 65536)
-                *lines, pending = (pending + chunk).split(b"\n")
-                yield from lines
-                if not chunk:
-                    wait_for_end([p for p in [identity(driver.pid)] if p], self.config.stop_grace_s)
-                    if driver.poll() is None:
-                        raise DriverFailed("the driver closed its report pipe before it was ready")
-                    return
-        finally:
-            os.close(pidfd)
-
-    def _driver_failure(self, what: str, status: int) -> DriverFailed:
-        ending = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        lines = (
-            self._log_path.read_text(errors="replace").strip().splitlines() if self._log_path.exists() else []
-        )
-        last = f": {lines[-1]}" if lines else ""
-        return DriverFailed(f"{what} ({ending}){last} (log: {self._keep_log()})")
-
-    def _keep_log(self) -> Path:
-        """The driver's log where it outlives the run folder."""
-        if self.config.state_dir:
-            return self._log_path
-        kept = self.config.cache_path / "driver-failed.log"
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self._log_path, kept)
-        return kept
+    def _with_log(self, error: DriverFailed) -> DriverFailed:
+        """The same error; unless the driver named its reason, with its log at a place that outlives the run folder."""
+        if error.reported_type is not None:
+            return error
+        kept = self._log_path
+        if not self.config.state_dir:
+            kept = self.config.cache_path / "driver-failed.log"
+            with contextlib.suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self._log_path, kept)
+        return DriverFailed(f"{error.message} (log: {kept})", error.reported_type)
 
     def _end_driver(self) -> None:
         """SIGTERM to the driver, its grace, then an end to all that it left, and to their shared memory."""
@@ -342,16 +265,15 @@ class Supervisor:
 
         def others() -> set[ProcessIdentity]:
             if driver is not None:
-                driver.poll()
+                driver.await_end(0)
             reap_adopted(self._sessions)
             found = {process for process in self.processes() if process.pid not in stores}
             self._notice(found)
             return found
 
         others()
-        if driver is not None and driver.poll() is None:
-            driver.terminate()
-            self._await_driver(driver)
+        if driver is not None and driver.running:
+            driver.terminate(self.config.stop_grace_s, lambda: self._hurry)
         left = end_processes(others, 0.0 if self._hurry else 1.0, _KILL_DEADLINE_S)
         self.shared_memory |= self.orphaned_shared_memory()
         for name in self.shared_memory:
@@ -359,50 +281,13 @@ class Supervisor:
         if left:
             raise StopFailed(f"processes {sorted(process.pid for process in left)} do not end")
 
+    def _shorten_grace(self) -> None:
+        self._hurry = True
+
     def _notice(self, processes: set[ProcessIdentity]) -> None:
         """Remember who belonged to the run and which shared memory they held, for when they are gone."""
         self._seen_pids |= {process.pid for process in processes}
         self.shared_memory |= shared_memory_names(process.pid for process in processes)
-
-    def _await_driver(self, driver: subprocess.Popen[bytes]) -> None:
-        waited_s = 0.0
-        while waited_s < self.config.stop_grace_s and not self._hurry:
-            try:
-                driver.wait(0.2)
-            except subprocess.TimeoutExpired:
-                waited_s += 0.2
-            else:
-                return
-
-    @contextlib.contextmanager
-    def _signals_raise(self) -> Iterator[None]:
-        """SIGTERM and SIGHUP unwind the main thread as Ctrl-C does."""
-
-        def unwind(number: int, frame: FrameType | None) -> None:
-            raise StopRequested(number)
-
-        before = {number: signal.signal(number, unwind) for number in _SIGNALS if number != signal.SIGINT}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def _signals_shorten_grace(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def hurry(number: int, frame: FrameType | None) -> None:
-            self._hurry = True
-
-        before = {number: signal.signal(number, hurry) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def check_port_free(host: str, port: int) -> None:
