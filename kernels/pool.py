@@ -47,6 +47,8 @@ class KVPool:
                 f"pool geometry must be positive: layers {num_layers}, blocks {num_blocks}, "
                 f"KV heads {kv_heads}, head dim {head_dim}"
             )
+        if head_dim % 8:
+            raise KernelContractMismatch(f"head dim {head_dim} is not a multiple of 8")
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.kv_heads = kv_heads

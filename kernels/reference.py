@@ -53,7 +53,7 @@ def rms_norm(x: npt.NDArray[np.floating], weight: npt.NDArray[np.floating], eps:
 def silu_mul(gate_up: npt.NDArray[np.floating]) -> Float64:
     """`silu(gate) * up` of rows that hold gate, then up."""
     gate, up = np.split(gate_up.astype(np.float64), 2, axis=-1)
-    return gate / (1 + np.exp(-gate)) * up
+    return gate * np.exp(-np.logaddexp(0, -gate)) * up
 
 
 def rotate(x: Floats, cos: Floats, sin: Floats) -> Float64:

@@ -1,0 +1,82 @@
+"""Row writing, rotation, norms and activation against the float64 reference; compilation happens only in warm-up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from copyhold.kernels import cpu, reference
+from copyhold.kernels.pool import KVPool
+
+RNG_SEED = 7
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(RNG_SEED + sum(shape)).standard_normal(shape, dtype=np.float32)
+
+
+def test_written_rows_read_back_and_nothing_else_changes() -> None:
+    pool = KVPool(2, 4, 3, 16, 32)
+    k, v = normal(5, 3, 16), normal(5, 3, 16)
+    slots = np.array([0, 17, 31, 64, 127], dtype=np.int64)
+    cpu.write_rows(pool.k[1], pool.v[1], k, v, slots)
+    got_k, got_v = pool.read_rows(1, slots // 32, slots % 32)
+    assert np.array_equal(got_k, k) and np.array_equal(got_v, v)
+    assert np.count_nonzero(pool.k) == k.size and np.count_nonzero(pool.v) == v.size
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (6, 2, 64), (4, 4, 16), (8, 2, 128)])
+def test_fused_projection_is_split_rotated_and_stored(heads: int, kv_heads: int, head_dim: int) -> None:
+    rows = 7
+    pool = KVPool(1, 3, kv_heads, head_dim)
+    qkv = normal(rows, (heads + 2 * kv_heads) * head_dim)
+    angles = np.outer(np.arange(50), 0.01 * np.arange(1, head_dim // 2 + 1))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    positions = np.array([0, 1, 2, 30, 31, 48, 49], dtype=np.int64)
+    slots = np.array([0, 15, 16, 17, 31, 32, 47], dtype=np.int64)
+    q = np.empty((rows, heads, head_dim), dtype=np.float32)
+    cpu.rotate_and_write(qkv, cos, sin, positions, slots, pool.k[0], pool.v[0], q)
+    split = qkv.reshape(rows, heads + 2 * kv_heads, head_dim)
+    c, s = cos[positions], sin[positions]
+    stored_k, stored_v = pool.read_rows(0, slots // 16, slots % 16)
+    np.testing.assert_allclose(q, reference.rotate(split[:, :heads], c, s), atol=1e-6)
+    np.testing.assert_allclose(
+        stored_k, reference.rotate(split[:, heads : heads + kv_heads], c, s), atol=1e-6
+    )
+    assert np.array_equal(stored_v, split[:, heads + kv_heads :])
+
+
+@pytest.mark.parametrize("hidden", [16, 64, 100, 576])
+def test_residual_and_norm(hidden: int) -> None:
+    x, delta, weight = normal(3, hidden), normal(4, hidden)[:3].copy(), normal(hidden)
+    total = x + delta
+    out = np.empty_like(x)
+    cpu.add_rms_norm(x, delta, weight, np.float32(1e-5), out)
+    assert np.array_equal(x, total)
+    np.testing.assert_allclose(out, reference.rms_norm(total, weight, 1e-5), atol=1e-5, rtol=1e-5)
+
+
+def test_gated_activation_over_the_whole_range() -> None:
+    gate_up = normal(4, 2 * 48) * 4
+    gate_up[0, :4] = [-1e4, 1e4, -90.0, 90.0]
+    out = np.empty((4, 48), dtype=np.float32)
+    cpu.silu_mul(gate_up, out)
+    np.testing.assert_allclose(out, reference.silu_mul(gate_up), atol=1e-6, rtol=2e-6)
+
+
+def test_nothing_compiles_after_warm_up() -> None:
+    cpu.warm_up()
+    before = cpu.compile_counts()
+    pool = KVPool(2, 9, 3, 64, 32)
+    slots = np.arange(40, dtype=np.int64)
+    cpu.write_rows(pool.k[1], pool.v[1], normal(40, 3, 64), normal(40, 3, 64), slots)
+    q = np.empty((40, 9, 64), dtype=np.float32)
+    cos = normal(100, 32)
+    cpu.rotate_and_write(normal(40, 15 * 64), cos, cos, slots, slots, pool.k[0], pool.v[0], q)
+    tables = np.arange(18, dtype=np.int32).reshape(1, 18)
+    starts, lens = np.array([0, 40], dtype=np.int32), np.array([40], dtype=np.int32)
+    cpu.paged_attention(q, pool.k[0], pool.v[0], tables, starts, lens, np.float32(0.1), np.empty_like(q))
+    cpu.add_rms_norm(normal(8, 576), normal(8, 576), normal(576), np.float32(1e-5), normal(8, 576))
+    cpu.silu_mul(normal(8, 64), normal(8, 32))
+    assert cpu.compile_counts() == before
+    assert all(signatures == 1 for signatures, _ in before.values())
