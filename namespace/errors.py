@@ -398,6 +398,15 @@ class SessionTampered(NamespaceError):
     record: str
 
 
+class RecordNameRefused(NamespaceError):
+    """A session record's kind or id is malformed. Nothing was stored."""
+
+    reason = "record_name_refused"
+    template = "session record {kind!r} {record_id!r} is refused: its name is malformed"
+    kind: str
+    record_id: str
+
+
 class TokenIdsRefused(NamespaceError):
     """A session record would carry a list of integers. Nothing was stored."""
 
