@@ -31,8 +31,8 @@ from .errors import ActorError, InvalidRequest, ReplicaStopped
 from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, StreamItem
 from .plan import KVAuditOrder, PurgeOrder
-from .routing import DIGEST_EVERY_TOKENS
 from .receipt_store import keep_receipt
+from .routing import DIGEST_EVERY_TOKENS
 from .scheduler import Scheduler, StepBudget
 from .submission import Entry, Submission
 from .transport import StepListener
@@ -79,6 +79,7 @@ class Replica:
         self._draining = False
         self._renew_every_s = 1.0
         self._lease_refusal = ""
+        self.receipts_lost = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class Replica:
             "preemptions": self._scheduler.preemptions,
             "admitted_requests": self._scheduler.admitted_requests,
             "cached_tokens": self._scheduler.cached_tokens,
+            "receipts_lost": self.receipts_lost,
             "agreement": msgspec.to_builtins(self._scheduler.agreement.report()),
             "times": msgspec.to_builtins(engine.times()),
         }
@@ -288,12 +290,24 @@ class Replica:
         )
 
     async def _keep_receipts(self, request: GenerateRequest, batch: list[StreamItem]) -> None:
-        """Store the tenant's receipt before its id leaves, and again when it is complete."""
+        """Store the tenant's receipt before its id leaves, and again when it is complete.
+
+        A store that is away costs the receipt, not the answer (sessions only ever fail to recompute).
+        """
         kept = [item for item in batch if isinstance(item, Admitted | Finished)]
-        if kept:
-            await asyncio.to_thread(
-                keep_receipt, self._sessions, request.grant, request.secret, kept[-1].receipt, self._spec.receipt_ttl_s
-            )
+        if not kept:
+            return
+        arguments = (
+            self._sessions,
+            request.grant,
+            request.secret,
+            kept[-1].receipt,
+            self._spec.receipt_ttl_s,
+        )
+        try:
+            await asyncio.to_thread(keep_receipt, *arguments)
+        except NamespaceError:
+            self.receipts_lost += 1
 
     def _published(self, entry: Entry, tokens_before: int, tokens_after: int) -> None:
         """Engine thread: tell the routing index about whole digest strides that became available."""
@@ -316,6 +330,9 @@ class Replica:
         return {
             **msgspec.to_builtins(gauge),
             "log_index": ledger.log_index,
+            "floors": {
+                name: msgspec.to_builtins(facts) for name, facts in self._scheduler.floor_facts().items()
+            },
             "namespaces": {name: sorted(held) for name, held in sorted(blocks.items())},
         }
 

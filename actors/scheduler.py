@@ -53,6 +53,18 @@ class StepBudget(msgspec.Struct, frozen=True):
     prefill_chunk_tokens: int
 
 
+class FloorFacts(msgspec.Struct):
+    """Free blocks around the last rise of a namespace's floor.
+
+    ``grown_blocks`` is what requests below the floor still took before they were ended.
+    """
+
+    generation: int
+    free_blocks_before: int
+    free_blocks_after: int
+    grown_blocks: int = 0
+
+
 class Scheduler:
     """Plans steps and takes their evidence; single-threaded, without clock, Ray or sockets of its own."""
 
@@ -73,6 +85,7 @@ class Scheduler:
         self._waiting: deque[Entry] = deque()
         self._running: list[Entry] = []
         self._floors: dict[str, int] = {}
+        self._floor_facts: dict[str, FloorFacts] = {}
         self._outbox: list[Command] = []
         self._sent_index = 0
         self._step = 0
@@ -129,7 +142,10 @@ class Scheduler:
         """Fence every older generation of ``namespace``; returns the number of requests still running below it."""
         if generation > self._floors.get(namespace, 0):
             self._floors[namespace] = generation
+            free_blocks = self._ledger.gauge().free
             self._apply(AdvanceGeneration(namespace, generation))
+            facts = FloorFacts(generation, free_blocks, self._ledger.gauge().free)
+            self._floor_facts[namespace] = facts
             for entry in [entry for entry in self._waiting if self._below_floor(entry)]:
                 self._waiting.remove(entry)
                 entry.end(REVOKED)
@@ -140,8 +156,13 @@ class Scheduler:
         ended = [entry for entry in self._running if self._below_floor(entry)]
         for entry in ended:
             self._release(entry, "revoke")
+            self._floor_facts[entry.scope.namespace].free_blocks_after = self._ledger.gauge().free
             entry.end(REVOKED)
         return len(ended)
+
+    def floor_facts(self) -> dict[str, FloorFacts]:
+        """By namespace: the pool around its last rise of the floor."""
+        return dict(self._floor_facts)
 
     def fail_all(self, failure: Failed) -> None:
         """End every stream without touching the ledger: the replica is stopping."""
@@ -258,16 +279,18 @@ class Scheduler:
             rows = self._choose_rows()
             if not rows:
                 return
-            needed = sum(self._growth_blocks(span) for _, span in rows)
+            grown = {span: self._growth_blocks(span) for _, span in rows}
             try:
-                evict = self._room_for(needed, frozenset())
+                evict = self._room_for(sum(grown.values()), frozenset())
                 break
             except NoRoom:
                 self._preempt_youngest()
         self._dispatched = rows
         self._apply(Dispatch(self._step, tuple(span for _, span in rows), evict))
-        for entry, _ in rows:
+        for entry, span in rows:
             self._policy.touch(self._table(entry))
+            if self._below_floor(entry):
+                self._floor_facts[entry.scope.namespace].grown_blocks += grown[span]
 
     def _choose_rows(self) -> list[tuple[Entry, RowSpan]]:
         """Decoding requests first (one row each), then prompt chunks in order of admission, within the budget."""

@@ -6,10 +6,36 @@ the result keys every prefix root and names no rank's own layout.
 
 from __future__ import annotations
 
-from copyhold.kvcore.identity import WorldManifest, world_digest
+from copyhold.kvcore.identity import CacheGroupManifest, WorldManifest, world_digest
 from copyhold.models.manifest import ConvertedCheckpoint
+
+CACHE_ABI = "copyhold.llama.rope-on-keys.v1"
+"""Names what a K/V row is: keys after rotary embedding, values as projected."""
+
+FULL_ATTENTION = "full"
 
 
 def world_of(checkpoint: ConvertedCheckpoint, block_size: int) -> bytes:
-    """SHA-256 of the world this checkpoint serves under."""
-    raise AssertionError((WorldManifest, world_digest, checkpoint, block_size))
+    """SHA-256 of the world this checkpoint serves under, split as its partitions say."""
+    config = checkpoint.config
+    scaling = config.rope_scaling
+    group = CacheGroupManifest(
+        name=FULL_ATTENTION,
+        layers=tuple(range(config.num_layers)),
+        block_size=block_size,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        window=0,
+    )
+    manifest = WorldManifest(
+        model_digest=bytes.fromhex(checkpoint.digest),
+        model_revision=checkpoint.digest,
+        adapter_digest=b"",
+        cache_abi=CACHE_ABI,
+        groups=(group,),
+        position_contract=f"rope theta={config.rope_theta!r} scaling={scaling!r} from 0, contiguous",
+        quantization="float32",
+        tp_degree=checkpoint.tp_size,
+        kv_head_partition=tuple(len(part.kv_heads) for part in checkpoint.partitions),
+    )
+    return world_digest(manifest)

@@ -18,10 +18,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from .launch import Failed, LaunchSpec, ReadyPipe, Stage, decode_report, read_launch_spec
-from .prepare import PreparedModel, prepared_path
+from .prepare import PreparedModel, prepared_model
 
 _OBJECT_STORE_BYTES = 80 << 20
 _SMALLEST_POOL_BLOCKS = 4
@@ -54,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except StartFailed as error:
         pipe.failed(error.name, str(error))
         return 1
-    except Exception as error:  # noqa: BLE001 - the process's last frame: the supervisor is told by name
+    except Exception as error:
         pipe.failed(type(error).__name__, str(error) or type(error).__name__)
         raise
     stopped.wait()
@@ -81,7 +79,7 @@ def _prepare(spec: LaunchSpec, pipe: ReadyPipe) -> PreparedModel:
             pipe.stage(report.stage, report.detail)
     if process.returncode != 0:
         raise StartFailed("PrepareFailed", f"model preparation ended with status {process.returncode}")
-    return msgspec.json.decode(prepared_path(spec.run_dir).read_bytes(), type=PreparedModel)
+    return prepared_model(spec.run_dir)
 
 
 class Cluster:

@@ -13,10 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from copyhold.kernels.cpu import warm_up
-from copyhold.models.convert import convert
-from copyhold.models.errors import ModelError
-
 from .launch import Failed, Stage, read_launch_spec
 
 
@@ -32,8 +28,17 @@ def prepared_path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "prepared.json"
 
 
+def prepared_model(run_dir: str | Path) -> PreparedModel:
+    """What a run was prepared with."""
+    return msgspec.json.decode(prepared_path(run_dir).read_bytes(), type=PreparedModel)
+
+
 def main(argv: list[str]) -> int:
     """``prepare LAUNCH_FILE``: convert and compile; exit code 1 with a ``Failed`` line when it cannot be done."""
+    from copyhold.kernels.cpu import warm_up
+    from copyhold.models.convert import convert
+    from copyhold.models.errors import ModelError
+
     spec = read_launch_spec(argv[0])
     source = Path(spec.config.model) if spec.config.model else None
     _say(Stage("model", "checking the converted checkpoint"))

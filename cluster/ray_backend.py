@@ -7,10 +7,10 @@ equal refusals stay equal (SECURITY.md, "Refusals").
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import ray
 from ray.exceptions import RayError
@@ -19,6 +19,7 @@ from copyhold.actors.authority import Refused
 from copyhold.actors.errors import InvalidRequest, ServiceUnavailable
 from copyhold.actors.messages import Failed, GenerateRequest, ReuseReceipt, RouteReceipt, StreamItem
 from copyhold.actors.names import RAY_NAMESPACE
+from copyhold.actors.receipt_store import load_receipt
 from copyhold.actors.routing import DIGEST_EVERY_TOKENS
 from copyhold.kvcore.identity import chain_digests
 from copyhold.namespace.authority import Authorization
@@ -92,9 +93,8 @@ class RayTenantBackend:
 
     async def receipt(self, authorization: Authorization, receipt_id: str) -> ReuseReceipt:
         """The tenant's own receipt. Raises ``NotFound`` for an absent, foreign or revoked one alike."""
-        grant = authorization.grant
-        return load_receipt(
-            self._sessions, grant.namespace, grant.generation, authorization.secret, receipt_id
+        return await asyncio.to_thread(
+            load_receipt, self._sessions, authorization.grant, authorization.secret, receipt_id
         )
 
     async def ready(self) -> bool:
