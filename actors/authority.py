@@ -162,11 +162,17 @@ class NamespaceActor:
         if samples < 1:
             return Refused("invalid_request", "samples must be at least 1")
         self._authority.record_call("operator", "audit_kv", namespace, {"samples": samples})
-        return {"namespace": namespace, "ranks": await self._fleet.audit_kv(namespace, samples)}
+        try:
+            return {"namespace": namespace, "ranks": await self._fleet.audit_kv(namespace, samples)}
+        except NamespaceError as error:
+            return Refused(error.reason, str(error))
 
-    async def pool(self) -> dict[str, Any]:
+    async def pool(self) -> dict[str, Any] | Refused:
         """Every replica's pool gauge and blocks by namespace."""
-        return {"replicas": await self._fleet.pools()}
+        try:
+            return {"replicas": await self._fleet.pools()}
+        except NamespaceError as error:
+            return Refused(error.reason, str(error))
 
     async def ranks(self) -> dict[str, Any]:
         """Agreement of the ledgers and the position of every rank."""
@@ -175,10 +181,13 @@ class NamespaceActor:
             "ranks": await self._fleet.worker_status(),
         }
 
-    async def drain(self) -> dict[str, Any]:
+    async def drain(self) -> dict[str, Any] | Refused:
         """Admit nothing more on any replica."""
         self._authority.record_call("operator", "drain", "cluster", {})
-        return {"replicas": await self._fleet.drain()}
+        try:
+            return {"replicas": await self._fleet.drain()}
+        except NamespaceError as error:
+            return Refused(error.reason, str(error))
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from copyhold.namespace.authority import ClusterIdentity
 from copyhold.namespace.errors import NamespaceError
 from copyhold.namespace.floors import Floors
-from copyhold.namespace.grants import Grant, GrantVerifier
+from copyhold.namespace.grants import Grant
 
 from .messages import RouteReceipt
 from .routing import RoutingIndex
@@ -20,9 +21,9 @@ from .routing import RoutingIndex
 class Coordinator:
     """Async methods over ``RoutingIndex``; created as a Ray actor named ``coordinator``."""
 
-    def __init__(self, verifier: GrantVerifier, route_lifetime_s: float = 10.0) -> None:
+    def __init__(self, identity: ClusterIdentity, route_lifetime_s: float = 10.0) -> None:
         self._index = RoutingIndex(route_lifetime_s)
-        self._verifier = verifier
+        self._verifier = identity.verifier()
         self._floors = Floors()
 
     async def attach(self, replica: str, incarnation: str) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayTaskError
 
 from copyhold.namespace.errors import FleetUnreachable
 from copyhold.namespace.records import GatewayAcknowledgement, RankEvidence
 from copyhold.namespace.sessions import SessionStore
+
+_A = TypeVar("_A")
 
 
 class RayFleet:
@@ -63,19 +65,13 @@ class RayFleet:
 
     async def drop_routes(self, namespace: str, generation_new: int) -> None:
         """Forget routing entries below the floor."""
-        try:
-            await self._coordinator.drop_routes.remote(namespace, generation_new)
-        except RayError as error:
-            raise FleetUnreachable("coordinator", type(error).__name__) from error
+        await _answered("coordinator", self._coordinator.drop_routes.remote(namespace, generation_new))
 
     async def close_streams(self, namespace: str, generation_new: int) -> tuple[GatewayAcknowledgement, ...]:
         """Every gateway's word that no stream below the floor is open."""
 
         async def close(name: str, gateway: Any) -> GatewayAcknowledgement:
-            try:
-                closed = await gateway.close_streams.remote(namespace, generation_new)
-            except RayError as error:
-                raise FleetUnreachable(name, type(error).__name__) from error
+            closed = await _answered(name, gateway.close_streams.remote(namespace, generation_new))
             return GatewayAcknowledgement(name, closed, time.time())
 
         return tuple(await asyncio.gather(*(close(name, gw) for name, gw in self._gateways.items())))
@@ -91,9 +87,9 @@ class RayFleet:
 
         async def status(incarnation: str, replica: Any) -> dict[str, Any]:
             try:
-                return await replica.status.remote()
-            except RayError as error:
-                return {"incarnation": incarnation, "serving": False, "failure": type(error).__name__}
+                return await _answered(incarnation, replica.status.remote())
+            except FleetUnreachable as error:
+                return {"incarnation": incarnation, "serving": False, "failure": error.detail}
 
         return list(
             await asyncio.gather(*(status(name, replica) for name, replica in self._replicas.items()))
@@ -104,18 +100,18 @@ class RayFleet:
 
         async def status(number: int, worker: Any) -> dict[str, Any]:
             try:
-                return msgspec.to_builtins(await worker.status.remote())
-            except RayError as error:
-                return {"rank": number, "failure": type(error).__name__}
+                return msgspec.to_builtins(await _answered(f"rank {number}", worker.status.remote()))
+            except FleetUnreachable as error:
+                return {"rank": number, "failure": error.detail}
 
         return list(await asyncio.gather(*(status(n, worker) for n, worker in enumerate(self._workers))))
 
     async def coordinator_status(self) -> dict[str, Any]:
         """Size and version of the routing index."""
         try:
-            return await self._coordinator.status.remote()
-        except RayError as error:
-            return {"failure": type(error).__name__}
+            return await _answered("coordinator", self._coordinator.status.remote())
+        except FleetUnreachable as error:
+            return {"failure": error.detail}
 
     async def pools(self) -> list[dict[str, Any]]:
         """Gauges of every replica."""
@@ -136,7 +132,15 @@ class RayFleet:
         replica = self._replicas.get(incarnation)
         if replica is None:
             raise FleetUnreachable(incarnation, "no such replica is attached")
-        try:
-            return await getattr(replica, method).remote(*arguments)
-        except RayError as error:
-            raise FleetUnreachable(incarnation, type(error).__name__) from error
+        return await _answered(incarnation, getattr(replica, method).remote(*arguments))
+
+
+async def _answered(member: str, call: Awaitable[_A]) -> _A:
+    """The answer of an actor call. Raises ``FleetUnreachable`` for a dead actor and for a call that failed on it."""
+    try:
+        return await call
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        raise FleetUnreachable(member, f"{type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise FleetUnreachable(member, type(error).__name__) from error

@@ -20,8 +20,8 @@ from ray.exceptions import RayError
 
 from copyhold.kvcore.commands import Genesis, GroupSpec, Scope
 from copyhold.kvcore.identity import chain_digests
+from copyhold.namespace.authority import ClusterIdentity
 from copyhold.namespace.errors import GrantRefused, NamespaceError
-from copyhold.namespace.grants import GrantVerifier
 from copyhold.namespace.leases import LeaseHolder
 from copyhold.namespace.records import IncarnationRecord, RankEvidence
 from copyhold.namespace.sessions import SessionStore
@@ -39,7 +39,7 @@ from .transport import StepListener
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
-    """One replica incarnation. Nothing in it is secret: ``grant_public_key`` is the authority's public half."""
+    """One replica incarnation. Nothing in it is secret: ``cluster`` holds public keys only."""
 
     name: str
     incarnation: str
@@ -54,10 +54,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     prefill_chunk_tokens: int
     channel_path: str
     step_timeout_s: float
-    grant_public_key: bytes
-    cluster_id: str
-    store_epoch: str
-    audience: str
+    cluster: ClusterIdentity
     sessions_store: str
     receipt_ttl_s: int
 
@@ -68,9 +65,7 @@ class Replica:
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
         self._listener = StepListener(Path(spec.channel_path), spec.ranks)
-        self._verifier = GrantVerifier(
-            spec.grant_public_key, spec.cluster_id, spec.store_epoch, spec.audience
-        )
+        self._verifier = spec.cluster.verifier()
         self._lease = LeaseHolder(spec.incarnation)
         self._sessions = SessionStore.connect(spec.sessions_store)
         self._entries: dict[str, Entry] = {}
@@ -245,7 +240,7 @@ class Replica:
         )
         reports = await asyncio.wrap_future(engine.audit(order))
         return [
-            {**msgspec.to_builtins(report.audit), "tokens": len(tokens)}
+            {**msgspec.structs.asdict(report.audit), "tokens": len(tokens)}
             for report in reports
             if report.audit is not None
         ]

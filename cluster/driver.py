@@ -101,7 +101,7 @@ class Cluster:
         ray = self._init_ray()
         pipe.stage("authority", "opening the stores, taking a term")
         authority, identity = self._start_authority(ray)
-        coordinator = self._actor(ray, "Coordinator").remote(identity.verifier())
+        coordinator = self._actor(ray, "Coordinator").remote(identity)
         pipe.stage("ranks", f"loading {self._config.tp} tensor-parallel ranks")
         workers = self._start_workers(ray)
         if stopped.is_set():
@@ -243,10 +243,7 @@ class Cluster:
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             channel_path=self._channel_path(),
             step_timeout_s=config.collective_timeout_s,
-            grant_public_key=identity.grant_public_key,
-            cluster_id=identity.cluster_id,
-            store_epoch=identity.store_epoch,
-            audience=identity.audience,
+            cluster=identity,
             sessions_store=self._spec.sessions_socket,
             receipt_ttl_s=config.receipt_ttl_s,
         )
