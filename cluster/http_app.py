@@ -221,6 +221,7 @@ class GenerationEndpoint:
             self._gateway.model.name,
             plan.listed,
             plan.options.include_usage,
+            plan.options.return_token_ids,
         )
         return Reply(self._form, head)
 

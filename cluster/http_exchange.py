@@ -20,7 +20,7 @@ from copyhold.namespace.errors import NamespaceError
 
 from .http_errors import ApiError, GenerationFailed, StreamCut, failure, to_api_error
 from .http_generate import Answer, Answers, PromptPlan, gather_or_cancel
-from .http_reply import Reply, receipt_headers
+from .http_reply import FinishedChoice, Reply, receipt_headers
 from .http_schema import Options
 from .http_stream import AnswerWriter, ClientGone
 
@@ -59,8 +59,8 @@ class Exchange:
             await gather_or_cancel([self._stream_one(i, answer) for i, answer in enumerate(self._answers)])
         else:
             texts = await gather_or_cancel([answer.text() for answer in self._answers])
-            reasons = [answer.finish_reason for answer in self._answers]
-            body = self._reply.whole(texts, reasons, self._answers.receipts)
+            choices = [_finished(answer, text) for answer, text in zip(self._answers, texts, strict=True)]
+            body = self._reply.whole(choices, self._answers.receipts)
             await self._writer.start({**headers, "content-type": _JSON, "content-length": str(len(body))})
             await self._writer.end(body)
 
@@ -86,7 +86,7 @@ class Exchange:
                 await self._writer.write(self._reply.delta(index, text, first))
                 first = False
         self._unfinished -= 1
-        last = self._reply.last(index, answer.finish_reason, self._answers.receipts)
+        last = self._reply.last(index, _finished(answer, ""), self._answers.receipts)
         if self._unfinished:
             await self._writer.write(last)
         else:
@@ -102,3 +102,7 @@ class Exchange:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(last_word, _LAST_WRITE_TIMEOUT_S)
+
+
+def _finished(answer: Answer, text: str) -> FinishedChoice:
+    return FinishedChoice(text, answer.finish_reason, answer.token_ids)

@@ -46,6 +46,7 @@ class Answer:
         self._ended = False
         self._ahead: StreamItem | None = None
         self.finish_reason = ""
+        self.token_ids: list[int] = []
 
     @property
     def receipt(self) -> ReuseReceipt:
@@ -75,7 +76,9 @@ class Answer:
             raise StopAsyncIteration
         item, self._ahead = self._ahead or await self._next(), None
         if isinstance(item, TokenChunk):
-            return self._detokenizer.push([token for token in item.tokens if token not in self._stop_ids])
+            tokens = [token for token in item.tokens if token not in self._stop_ids]
+            self.token_ids += tokens
+            return self._detokenizer.push(tokens)
         if not isinstance(item, Finished):
             raise GenerationFailed("internal_error", "the engine admitted one request twice")
         self._receipt = item.receipt

@@ -28,6 +28,15 @@ class ReplyHead(msgspec.Struct, frozen=True):
     model: str
     listed: bool
     include_usage: bool
+    return_token_ids: bool = False
+
+
+class FinishedChoice(msgspec.Struct, frozen=True):
+    """One ended answer; ``token_ids`` are written only where the caller asked for them, in the choice itself."""
+
+    text: str
+    finish_reason: str
+    token_ids: Sequence[int] = ()
 
 
 class ReplyForm(Protocol):
@@ -103,19 +112,19 @@ class Reply:
         self._form = form
         self._head = head
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[str], receipts: Sequence[ReuseReceipt]) -> bytes:
-        choices = [
-            self._form.choice(index, text, reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+    def whole(self, choices: Sequence[FinishedChoice], receipts: Sequence[ReuseReceipt]) -> bytes:
+        written = [
+            {**self._form.choice(index, choice.text, choice.finish_reason), **self._ids(choice)}
+            for index, choice in enumerate(choices)
         ]
-        body = self._envelope(self._form.whole_object, choices)
+        body = self._envelope(self._form.whole_object, written)
         return _encode({**body, "usage": usage(receipts), "copyhold": self._extra(receipts)})
 
     def delta(self, index: int, text: str, first: bool) -> bytes:
         return sse_event(_encode(self._chunk([self._form.delta(index, text, first)])))
 
-    def last(self, index: int, finish_reason: str, receipts: Sequence[ReuseReceipt]) -> bytes:
-        chunk = self._chunk([self._form.last(index, finish_reason)])
+    def last(self, index: int, choice: FinishedChoice, receipts: Sequence[ReuseReceipt]) -> bytes:
+        chunk = self._chunk([{**self._form.last(index, choice.finish_reason), **self._ids(choice)}])
         return sse_event(_encode({**chunk, "copyhold": self._extra(receipts)}))
 
     def end(self, receipts: Sequence[ReuseReceipt]) -> bytes:
@@ -141,6 +150,9 @@ class Reply:
             "system_fingerprint": None,
             "choices": choices,
         }
+
+    def _ids(self, choice: FinishedChoice) -> dict[str, Any]:
+        return {"token_ids": list(choice.token_ids)} if self._head.return_token_ids else {}
 
     def _extra(self, receipts: Sequence[ReuseReceipt]) -> dict[str, Any]:
         ids = [receipt.receipt_id for receipt in receipts]

@@ -46,6 +46,7 @@ class Options(msgspec.Struct, frozen=True):
     max_tokens_param: str
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    return_token_ids: bool
     stream: bool
     include_usage: bool
 
@@ -72,7 +73,9 @@ class CompletionRequest(msgspec.Struct, frozen=True):
         return f"prompt[{index}]" if self.listed else "prompt"
 
 
-_OPTION_NAMES = frozenset({"model", "max_tokens", "stream", "stream_options", "stop_token_ids", "ignore_eos"})
+_OPTION_NAMES = frozenset(
+    {"model", "max_tokens", "stream", "stream_options", "stop_token_ids", "ignore_eos", "return_token_ids"}
+)
 _CHAT_NAMES = _OPTION_NAMES | {"messages", "max_completion_tokens"}
 _COMPLETION_NAMES = _OPTION_NAMES | {"prompt"}
 # "developer" is OpenAI's newer name of the system role.
@@ -144,6 +147,7 @@ def _options(body: Mapping[str, Any], model: ServedModelInfo, settings: GatewayS
         param,
         _stop_token_ids(body.get("stop_token_ids"), model, settings),
         _flag(body, "ignore_eos"),
+        _flag(body, "return_token_ids"),
         stream,
         _include_usage(body.get("stream_options"), stream),
     )

@@ -85,9 +85,14 @@ class Client:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        return_token_ids: bool = False,
     ) -> TextStream:
-        """Answer a conversation as it is made. Raises: CopyholdError, also while iterating."""
+        """Answer a conversation as it is made; ``return_token_ids`` fills the stream's ``token_ids`` at its end.
+
+        Raises: CopyholdError, also while iterating.
+        """
         body = self._body(max_tokens, stop_token_ids, ignore_eos, messages=list(messages))
+        body["return_token_ids"] = return_token_ids
         return self._stream(_CHAT, body, _delta_text)
 
     def complete(
@@ -107,9 +112,11 @@ class Client:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        return_token_ids: bool = False,
     ) -> TextStream:
         """Continue a text, or token ids, as it is made. Raises: CopyholdError, also while iterating."""
         body = self._body(max_tokens, stop_token_ids, ignore_eos, prompt=_plain(prompt))
+        body["return_token_ids"] = return_token_ids
         return self._stream(_COMPLETION, body, _choice_text)
 
     def explain(self, receipt_id: str) -> Explanation:

@@ -40,6 +40,7 @@ class TextStream:
         self._texts = self._read()
         self.receipt_id: str = response.headers.get("x-copyhold-receipt", "")
         self.usage: Usage | None = None
+        self.token_ids: tuple[int, ...] = ()
         self.finish_reason: str | None = None
         self.time_to_first_token_s: float | None = None
 
@@ -103,6 +104,7 @@ class TextStream:
                 self.time_to_first_token_s = self._clock() - self._sent_at
             if choice.get("finish_reason"):
                 self.finish_reason = choice["finish_reason"]
+                self.token_ids = tuple(choice.get("token_ids", ()))
             text = self._text_of(choice)
             if text:
                 yield text

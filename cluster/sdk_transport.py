@@ -25,7 +25,7 @@ class Transport:
             headers["x-copyhold-namespace"] = namespace
         root = base_url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
-        mounts: dict[str, httpx.BaseTransport | None] = {pattern: None for pattern in _DIRECT}
+        mounts: dict[str, httpx.BaseTransport | None] = dict.fromkeys(_DIRECT)
         self._http = httpx.Client(base_url=root, headers=headers, timeout=timeout, mounts=mounts)
 
     def get(self, path: str) -> bytes:

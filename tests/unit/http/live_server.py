@@ -34,7 +34,13 @@ class LiveServer:
 
     def __init__(self, app: ASGIApp | None = None) -> None:
         self.app = app
-        config = uvicorn.Config(self._dispatch, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            self._dispatch,
+            interface="asgi3",
+            log_level="critical",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
         self._server = _Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)

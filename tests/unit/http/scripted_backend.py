@@ -35,6 +35,7 @@ class ScriptedGeneration:
 
     async def _items(self) -> AsyncIterator[StreamItem]:
         for step in self._steps:
+            await asyncio.sleep(0)
             if self._backend.gate is not None and not isinstance(step, Admitted):
                 await self._backend.gate.acquire()
             self.delivered += 1

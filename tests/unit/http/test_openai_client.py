@@ -39,7 +39,10 @@ def test_chat_answers_whole(client: openai.OpenAI, backend: ScriptedBackend) -> 
 
 def test_chat_streams_the_same_text(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
-        model="toy", messages=MESSAGES, stream=True, stream_options={"include_usage": True}  # pyright: ignore[reportArgumentType]
+        model="toy",
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},  # pyright: ignore[reportArgumentType]
     )
     chunks = list(stream)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
@@ -116,7 +119,9 @@ def test_errors_arrive_as_the_clients_own(client: openai.OpenAI, server: LiveSer
 
 def test_a_second_run_reports_its_cached_tokens(client: openai.OpenAI) -> None:
     cached = [
-        client.completions.create(model="toy", prompt="p" * 33, max_tokens=1).usage.prompt_tokens_details.cached_tokens  # pyright: ignore[reportOptionalMemberAccess]
+        client.completions.create(
+            model="toy", prompt="p" * 33, max_tokens=1
+        ).usage.prompt_tokens_details.cached_tokens  # pyright: ignore[reportOptionalMemberAccess]
         for _ in range(2)
     ]
     assert cached == [0, 32]

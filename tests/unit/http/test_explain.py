@@ -1,0 +1,44 @@
+"""The sentence of an explanation says what the receipt says, for every limit and reason."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from copyhold.actors.messages import ReuseReceipt
+from copyhold.cluster.explain import explanation, explanation_sentence, receipt_projection
+
+RECEIPT = ReuseReceipt(
+    receipt_id="r", request_id="q", namespace="a", model="m", created_at=12.9, prompt_tokens=50,
+    cached_tokens=48, semantic_tokens=50, indexed_tokens=48, cap_tokens=49, block_size=16,
+    limit="indexed", reason="not_indexed",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", ["semantic", "indexed", "cap", "alignment"])
+def test_a_hit_names_its_blocks_and_its_limit(limit: str) -> None:
+    sentence = explanation_sentence(msgspec.structs.replace(RECEIPT, limit=limit, reason="logits_cap"))
+    assert sentence.startswith("48 of 50 prompt tokens (3 blocks of 16) came from the cache; the limit was ")
+    assert "because the last prompt token" in sentence and sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["tokens_differ", "not_indexed", "prompt_shorter_than_block", "root_empty", "lookup_not_permitted"],
+)
+def test_a_miss_says_why(reason: str) -> None:
+    sentence = explanation_sentence(msgspec.structs.replace(RECEIPT, cached_tokens=0, reason=reason))
+    assert sentence.startswith("None of the 50 prompt tokens came from the cache because ")
+    assert reason not in sentence, "a name is not a sentence"
+
+
+def test_a_name_it_does_not_know_is_still_said() -> None:
+    sentence = explanation_sentence(msgspec.structs.replace(RECEIPT, limit="junction", reason="window_gone"))
+    assert "junction" in sentence and "window gone" in sentence
+
+
+def test_projections_hold_the_tenants_own_figures_only() -> None:
+    assert explanation(RECEIPT)["lengths"] == {"semantic": 50, "indexed": 48, "cap": 49, "runtime": 48}
+    body = receipt_projection(RECEIPT)
+    assert body["created"] == 12
+    assert not {"generation", "replica", "incarnation", "blocks", "digest"} & set(body)
