@@ -72,6 +72,7 @@ class Supervisor:
         self._on_progress = on_progress or (lambda stage, detail: None)
         self._driver_command = tuple(driver_command or DRIVER_COMMAND)
         self._cleanup = contextlib.ExitStack()
+        self._signals = contextlib.ExitStack()
         self._driver: DriverProcess | None = None
         self._stores: list[ValkeyProcess] = []
         self._sessions: set[int] = set()
@@ -102,6 +103,7 @@ class Supervisor:
         check_port_free(self.config.host, self.config.port)
         atexit.register(self.stop)
         self._started_s = time.time()
+        self._signals.enter_context(signals_unwind())
         try:
             self._start()
         except BaseException:
@@ -112,6 +114,7 @@ class Supervisor:
         """End the run and remove its traces; a second call does nothing. A signal ends the grace."""
         with signals_call(self._shorten_grace):
             self._cleanup.close()
+        self._signals.close()
         atexit.unregister(self.stop)
 
     def wait(self) -> None:
@@ -145,7 +148,6 @@ class Supervisor:
         return orphaned_shared_memory(self.run_dir.name, self._seen_pids, self._started_s)
 
     def _start(self) -> None:
-        self._cleanup.enter_context(signals_unwind())
         base = Path(self.config.run_dir)
         for stale in sweep_stale_runs(base):
             self._on_progress("sweep", f"removed what a killed server left in {stale}")
@@ -274,7 +276,8 @@ class Supervisor:
         others()
         if driver is not None and driver.running:
             driver.terminate(self.config.stop_grace_s, lambda: self._hurry)
-        left = end_processes(others, 0.0 if self._hurry else 1.0, _KILL_DEADLINE_S)
+        grace_s = 0.0 if self._hurry else min(self.config.stop_grace_s, 1.0)
+        left = end_processes(others, grace_s, _KILL_DEADLINE_S)
         self.shared_memory |= self.orphaned_shared_memory()
         for name in self.shared_memory:
             Path("/dev/shm", name).unlink(missing_ok=True)

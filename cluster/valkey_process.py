@@ -142,7 +142,8 @@ def _arguments(socket_path: Path, data_dir: Path) -> list[str]:
         *("--dir", str(data_dir)),
         *("--appendonly", "yes", "--appendfsync", "everysec", "--save", ""),
         *("--maxmemory-policy", "noeviction"),
-        *("--loglevel", "warning", "--daemonize", "no"),
+        # A rewritten title would overwrite the environment that marks the process as ours.
+        *("--loglevel", "warning", "--daemonize", "no", "--set-proc-title", "no"),
     ]
 
 
