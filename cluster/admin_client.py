@@ -65,7 +65,7 @@ class AdminClient:
         return self._send("GET", f"/admin/certificates/{quote(certificate_id, safe='')}").content
 
     def public_key(self) -> bytes:
-        """The certificate key as PEM."""
+        """The certificate key's public half, as the file that verification reads."""
         return self._send("GET", "/admin/public-key").content
 
     def audit_kv(self, namespace: str, samples: int) -> dict[str, Any]:
