@@ -1,0 +1,38 @@
+"""All tensor-parallel ranks of a converted checkpoint in one process: one thread a rank, gloo between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from copyhold.kernels.pool import KVPool
+from copyhold.models.collective import Collective, GlooCollective, RendezvousStore, SingleProcess
+from copyhold.models.llama import LlamaShard
+from copyhold.models.manifest import ConvertedCheckpoint
+
+Result = TypeVar("Result")
+
+
+class ModelRanks:
+    """One `LlamaShard` a rank, each with a pool of its own; `each` runs something on all of them in lock step."""
+
+    def __init__(self, checkpoint: ConvertedCheckpoint, num_blocks: int, block_size: int = 16) -> None:
+        self._checkpoint = checkpoint
+        self._num_blocks, self._block_size = num_blocks, block_size
+        self._threads = ThreadPoolExecutor(checkpoint.tp_size)
+        self._store = RendezvousStore.open(20.0) if checkpoint.tp_size > 1 else None
+        self.shards: list[LlamaShard] = list(self._threads.map(self._load, range(checkpoint.tp_size)))
+
+    def _load(self, rank: int) -> LlamaShard:
+        config, part = self._checkpoint.config, self._checkpoint.partitions[rank]
+        collective: Collective = SingleProcess()
+        if self._store is not None:
+            mine = self._store if rank == 0 else RendezvousStore.connect(self._store.port, 20.0)
+            collective = GlooCollective(mine, rank, self._checkpoint.tp_size, 1, 20.0)
+        heads = len(part.kv_heads)
+        pool = KVPool(config.num_layers, self._num_blocks, heads, config.head_dim, self._block_size)
+        return LlamaShard(config, part, self._checkpoint.shard_path(rank), pool, collective, 64)
+
+    def each(self, work: Callable[[LlamaShard], Result]) -> list[Result]:
+        return list(self._threads.map(work, self.shards))
