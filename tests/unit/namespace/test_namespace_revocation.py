@@ -319,14 +319,16 @@ def test_a_crash_at_any_commit_is_resumed(
     house: Any, authority: Authority, fleet: Any, number: int, after: bool
 ) -> None:
     credential = authority.create_key("acme")
-    fleet.add(authority, "r1"), fleet.add(authority, "r2")
+    fleet.add(authority, "r1")
+    fleet.add(authority, "r2")
     crash_at_commit(authority, number, after=after)
     assert run_until_crash(house, authority, fleet), "the revocation has fewer commits than this test thinks"
     finish(house, fleet, credential)
 
 
 def test_nine_commits_are_all_there_are(house: Any, authority: Authority, fleet: Any) -> None:
-    fleet.add(authority, "r1"), fleet.add(authority, "r2")
+    fleet.add(authority, "r1")
+    fleet.add(authority, "r2")
     crash_at_commit(authority, 10, after=False)
     assert not run_until_crash(house, authority, fleet)
 
@@ -344,7 +346,8 @@ def test_nine_commits_are_all_there_are(house: Any, authority: Authority, fleet:
 )
 def test_a_crash_in_any_act_is_resumed(house: Any, authority: Authority, fleet: Any, call: str) -> None:
     credential = authority.create_key("acme")
-    fleet.add(authority, "r1"), fleet.add(authority, "r2")
+    fleet.add(authority, "r1")
+    fleet.add(authority, "r2")
 
     def die(name: str) -> None:
         if name == call:
@@ -361,7 +364,8 @@ def test_a_lost_answer_of_the_store_is_taken_up_by_the_next_call(
     house: Any, authority: Authority, fleet: Any, number: int, error: errors.NamespaceError
 ) -> None:
     credential = authority.create_key("acme")
-    fleet.add(authority, "r1"), fleet.add(authority, "r2")
+    fleet.add(authority, "r1")
+    fleet.add(authority, "r2")
     commit = authority.journal.store.commit
     count = iter(range(1, 1000))
 

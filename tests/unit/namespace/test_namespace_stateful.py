@@ -41,8 +41,12 @@ class Machine(RuleBasedStateMachine):
         self.disabled: set[str] = set()
         self.keys: dict[str, tuple[str, bool]] = {}
         self.granted: dict[str, int] = {}
+        self.create("acme")
 
     @rule(name=st.sampled_from(TENANTS))
+    def create_tenant(self, name: str) -> None:
+        self.create(name)
+
     def create(self, name: str) -> None:
         if name in self.generations:
             with pytest.raises(errors.NameTaken):
@@ -140,8 +144,8 @@ def test_the_authority_agrees_with_its_model(make_house: Any, new_fleet: Any) ->
     Bound.make_house = staticmethod(make_house)
     Bound.new_fleet = staticmethod(new_fleet)
     chosen = settings(
-        max_examples=20,
-        stateful_step_count=25,
+        max_examples=25,
+        stateful_step_count=30,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
