@@ -14,6 +14,8 @@ from copyhold.actors.messages import ReuseReceipt
 _REASONS = {
     "tokens_differ": "the tokens after it differ from everything kept in this namespace",
     "not_indexed": "nothing longer is kept in this namespace now",
+    "page_alignment": "only whole blocks can be reused and the next one is not whole",
+    "whole_prompt": "there is no more of the prompt",
     "logits_cap": "the last prompt token is always computed: its output chooses the first new token",
     "prompt_shorter_than_block": "the prompt is shorter than one block and only full blocks are kept",
     "root_empty": "nothing is kept in this namespace yet",

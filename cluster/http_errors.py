@@ -34,7 +34,6 @@ _PUBLIC_KINDS: dict[str, tuple[int, str]] = {
     "replica_stopped": (503, "The replica stopped while the request ran; the request may be repeated."),
     "deadline_exceeded": (503, "The request reached its maximum lifetime."),
     "cancelled": (503, "The request was cancelled."),
-    "credential_disabled": (401, "The API key is not valid."),
     "internal_error": (500, "The service failed on this request."),
 }
 _FOLDED_KINDS = {"ranks_differ": "replica_stopped", "transport_closed": "replica_stopped"}
@@ -121,6 +120,9 @@ def failure(kind: str, message: str = "", param: str | None = None) -> ApiError:
     """The public form of a failure kind; only ``invalid_request`` keeps its message."""
     if kind == InvalidRequest.kind:
         return invalid(param, message or "The request cannot be served as it is.", kind)
+    if kind == "not_authorized":
+        # The key was disabled, or its grant ran out, between the gateway's question and the admission.
+        return unauthenticated()
     public = _FOLDED_KINDS.get(kind, kind)
     if public not in _PUBLIC_KINDS:
         public = ServiceUnavailable.kind

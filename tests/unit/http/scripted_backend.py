@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 import numpy as np
 
+from copyhold.actors.errors import ServiceUnavailable
 from copyhold.actors.messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
 from copyhold.namespace.authority import Authorization
 from copyhold.namespace.errors import NotFound, Unauthenticated
@@ -58,7 +59,8 @@ class ScriptedBackend:
     """Two tenants, ``a`` with key-a and namespaces a and a2, ``b`` with key-b.
 
     ``answer`` are the tokens of every generation, ``per_step`` how many leave at once. ``fail_after`` ends a
-    generation with ``Failed`` after that many steps; ``refuse`` is raised by ``generate``.
+    generation with ``Failed`` after that many steps; ``refuse`` is raised by ``generate``, and
+    ``ServiceUnavailable`` when ``full_at`` generations were started.
     """
 
     def __init__(self) -> None:
@@ -69,6 +71,7 @@ class ScriptedBackend:
         self.finish = "length"
         self.fail_after: tuple[int, str] | None = None
         self.refuse: Exception | None = None
+        self.full_at: int | None = None
         self.hold_generate: asyncio.Event | None = None
         self.gate: asyncio.Semaphore | None = None
         self.is_ready = True
@@ -111,6 +114,8 @@ class ScriptedBackend:
             await self.hold_generate.wait()
         if self.refuse is not None:
             raise self.refuse
+        if self.full_at == len(self.running):
+            raise ServiceUnavailable("full")
         prompt = np.frombuffer(tokens, dtype="<i4").tolist()
         self.prompts.append(prompt)
         self.stop_ids.append(stop_token_ids)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from byte_model import MODEL
+from byte_model import END_OF_TURN, MODEL
 from live_server import LiveServer
 from scripted_backend import ScriptedBackend
 
@@ -66,6 +66,15 @@ def test_complete_takes_text_and_token_ids(client: Client, backend: ScriptedBack
     assert backend.prompts == [[97, 98]] * 3
     client.complete("ab", stop_token_ids=[7], ignore_eos=True)
     assert backend.stop_ids[-1] == (7,)
+
+
+def test_a_stream_brings_the_ids_behind_its_text(client: Client, backend: ScriptedBackend) -> None:
+    backend.answer = [*b"yes", END_OF_TURN, *b"no"]
+    with client.stream(MESSAGES, return_token_ids=True) as stream:
+        assert "".join(stream) == "yes"
+    assert stream.token_ids == tuple(b"yes"), "the end token is not of the text"
+    with client.stream(MESSAGES) as stream:
+        assert ("".join(stream), stream.token_ids) == ("yes", ())
 
 
 def test_receipts_and_explanations_of_a_miss_and_a_hit(client: Client) -> None:

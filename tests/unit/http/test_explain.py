@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 
 from copyhold.actors.messages import ReuseReceipt
 from copyhold.cluster.explain import explanation, explanation_sentence, receipt_projection
+from copyhold.kvcore.lengths import prefix_lengths
 
 RECEIPT = ReuseReceipt(
     receipt_id="r", request_id="q", namespace="a", model="m", created_at=12.9, prompt_tokens=50,
@@ -30,6 +33,26 @@ def test_a_miss_says_why(reason: str) -> None:
     sentence = explanation_sentence(msgspec.structs.replace(RECEIPT, cached_tokens=0, reason=reason))
     assert sentence.startswith("None of the 50 prompt tokens came from the cache because ")
     assert reason not in sentence, "a name is not a sentence"
+
+
+def test_every_limit_and_reason_of_the_ledger_has_words() -> None:
+    flags = list(itertools.product((False, True), repeat=3))
+    lengths = [(p, s, i) for p in range(1, 14) for s in range(p + 1) for i in range(s + 1)]
+    matches = {
+        (match.limit, match.reason, match.runtime)
+        for (prompt, semantic, indexed), (diverged, empty, lookup) in itertools.product(lengths, flags)
+        for match in [
+            prefix_lengths(prompt, semantic, indexed, 4, diverged=diverged, root_empty=empty, lookup=lookup)
+        ]
+    }
+    assert len({reason for _, reason, _ in matches}) >= 6
+    for limit, reason, runtime in matches:
+        receipt = msgspec.structs.replace(
+            RECEIPT, cached_tokens=runtime, limit=limit, reason=reason, block_size=4
+        )
+        sentence = explanation_sentence(receipt)
+        assert reason not in sentence and reason.replace("_", " ") not in sentence
+        assert runtime == 0 or f"the limit was {limit}," not in sentence
 
 
 def test_a_name_it_does_not_know_is_still_said() -> None:

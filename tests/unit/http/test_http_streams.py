@@ -139,14 +139,7 @@ def test_a_failure_in_mid_stream_ends_it_without_the_end_mark(
 def test_one_failed_prompt_cancels_the_others(tokenizer: ChatTokenizer) -> None:
     async def run() -> None:
         backend = ScriptedBackend()
-        original = backend.generate
-
-        async def second_fails(*args: Any) -> Any:
-            if len(backend.running) == 1:
-                raise ServiceUnavailable("full")
-            return await original(*args)
-
-        backend.generate = second_fails
+        backend.full_at = 1
         client = DirectClient("/v1/completions", {**BODY, "prompt": ["a", "b", "c"]})
         await client.post(create_tenant_app(backend, tokenizer, MODEL))
         assert client.status == 503

@@ -8,9 +8,13 @@ import openai
 import pytest
 from byte_model import END_OF_TURN, MODEL
 from live_server import LiveServer
+from openai.types.chat import ChatCompletionMessageParam
 from scripted_backend import ScriptedBackend
 
-MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+MESSAGES: list[ChatCompletionMessageParam] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hi"},
+]
 RENDERED = b"[system]Be kind.\x00[user]Hi\x00[assistant]"
 
 
@@ -21,7 +25,7 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def test_chat_answers_whole(client: openai.OpenAI, backend: ScriptedBackend) -> None:
-    raw = client.chat.completions.with_raw_response.create(model="toy", messages=MESSAGES, temperature=0)  # pyright: ignore[reportArgumentType]
+    raw = client.chat.completions.with_raw_response.create(model="toy", messages=MESSAGES, temperature=0)
     reply = raw.parse()
     assert reply.id.startswith("chatcmpl-") and reply.object == "chat.completion"
     assert reply.choices[0].message.role == "assistant"
@@ -42,7 +46,7 @@ def test_chat_streams_the_same_text(client: openai.OpenAI) -> None:
         model="toy",
         messages=MESSAGES,
         stream=True,
-        stream_options={"include_usage": True},  # pyright: ignore[reportArgumentType]
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
@@ -57,7 +61,7 @@ def test_chat_streams_the_same_text(client: openai.OpenAI) -> None:
 
 
 def test_the_last_chunk_carries_the_receipt_without_usage_too(client: openai.OpenAI) -> None:
-    chunks = list(client.chat.completions.create(model="toy", messages=MESSAGES, stream=True))  # pyright: ignore[reportArgumentType]
+    chunks = list(client.chat.completions.create(model="toy", messages=MESSAGES, stream=True))
     assert chunks[-1].choices[0].finish_reason == "length"
     assert chunks[-1].model_extra and chunks[-1].model_extra["copyhold"]["receipt_id"]
 
