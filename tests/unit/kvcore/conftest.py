@@ -42,7 +42,7 @@ class Driver:
     ) -> None:
         self.ledger = Ledger()
         self.block_size = block_size
-        self.rows = [[STALE] * block_size for _ in range(num_blocks)]
+        self.rows: list[list[tuple[object, ...]]] = [[STALE] * block_size for _ in range(num_blocks)]
         self.step = 0
         self.transaction = 0
         group = GroupSpec("full", block_size, num_blocks)

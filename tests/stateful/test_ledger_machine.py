@@ -1,0 +1,344 @@
+"""The ledger next to a naive model of dictionaries: same hits, same refusals, same counts, right bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from copyhold.kvcore.audit import audit
+from copyhold.kvcore.commands import (
+    Abort,
+    Admit,
+    AdvanceGeneration,
+    Complete,
+    Dispatch,
+    Evict,
+    Genesis,
+    GroupSpec,
+    Publish,
+    Release,
+    RequestHandle,
+    RowSpan,
+    Scope,
+)
+from copyhold.kvcore.errors import DoubleRelease, LedgerRefusal, OutOfMemory, SlotsExhausted
+from copyhold.kvcore.ledger import Ledger
+
+PAGE, BLOCKS, SLOTS, LONGEST = 2, 12, 4, 16
+Prefix = tuple[Scope, tuple[int, ...]]
+
+
+class Model:
+    """Who holds which blocks, what is indexed, what every row of the device holds."""
+
+    def __init__(self) -> None:
+        self.floor = {"a": 1, "b": 1}
+        self.index: dict[Prefix, int] = {}
+        self.running: dict[RequestHandle, dict[str, Any]] = {}
+        self.device: dict[tuple[int, int], Prefix] = {}
+
+    def prefix(self, scope: Scope, tokens: list[int], pages: int) -> Prefix:
+        return scope, tuple(tokens[: pages * PAGE])
+
+    def indexed_pages(self, scope: Scope, tokens: list[int]) -> int:
+        pages = 0
+        while pages < len(tokens) // PAGE and self.prefix(scope, tokens, pages + 1) in self.index:
+            pages += 1
+        return pages
+
+    def semantic(self, scope: Scope, tokens: list[int]) -> int:
+        best = 0
+        for owner, known in self.index:
+            common = 0
+            while (
+                owner == scope and common < min(len(known), len(tokens)) and known[common] == tokens[common]
+            ):
+                common += 1
+            best = max(best, common)
+        return best
+
+    def leased(self) -> set[Prefix]:
+        return {
+            self.prefix(request["scope"], request["tokens"], page + 1)
+            for request in self.running.values()
+            for page in range(request["leased"])
+        }
+
+    def used_blocks(self) -> set[int]:
+        held = {block for request in self.running.values() for block in request["blocks"]}
+        return held | set(self.index.values())
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Each rule applies one command to both; the invariant compares everything and audits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger, self.model = Ledger(), Model()
+        self.transaction = self.step = 0
+        self.flights: dict[int, list[RowSpan]] = {}
+        self.ended: list[RequestHandle] = []
+        self.ledger.apply(Genesis(b"w", (GroupSpec("full", PAGE, BLOCKS),), SLOTS, LONGEST, "pool"))
+
+    def apply(self, command: Any, refusal: type[LedgerRefusal] | None = None) -> Any:
+        before = (self.ledger.committed_digest, self.ledger.machine_digest, self.ledger.log_index)
+        if refusal is not None:
+            with pytest.raises(refusal):
+                self.ledger.apply(command)
+            assert before == (self.ledger.committed_digest, self.ledger.machine_digest, self.ledger.log_index)
+            return None
+        receipt = self.ledger.apply(command)
+        for block in getattr(receipt, "scrub", ()):
+            for row in range(PAGE):
+                self.model.device.pop((block, row), None)
+        for handle in getattr(receipt, "new_blocks", ()):
+            assert self.ledger.block(handle) == handle.block
+        return receipt
+
+    def take(self, request: dict[str, Any], receipt: Any, blocks: list[int]) -> None:
+        """New blocks belong to nobody else and hold no byte of another scope."""
+        for block in blocks:
+            assert block not in self.model.used_blocks()
+            owners = {self.model.device[key][0] for key in self.model.device if key[0] == block}
+            assert owners <= {request["scope"]}
+        request["blocks"] += blocks
+
+    def evictions(self, data: st.DataObject) -> list[Any]:
+        leaves = list(self.ledger.evictable_leaves())
+        return (
+            data.draw(st.lists(st.sampled_from(leaves), unique_by=lambda leaf: leaf.handle)) if leaves else []
+        )
+
+    def forget(self, blocks: set[int]) -> None:
+        self.model.index = {key: block for key, block in self.model.index.items() if block not in blocks}
+
+    @rule(
+        data=st.data(),
+        namespace=st.sampled_from(["a", "b"]),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=LONGEST),
+        lookup=st.booleans(),
+    )
+    def admit(self, data: st.DataObject, namespace: str, tokens: list[int], lookup: bool) -> None:
+        model = self.model
+        scope = Scope(namespace, model.floor[namespace], b"w")
+        pages = min(model.indexed_pages(scope, tokens), (len(tokens) - 1) // PAGE) if lookup else 0
+        path = {model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)}
+        evict = [leaf for leaf in self.evictions(data) if not path & set(leaf.blocks.tolist())]
+        gone = {int(block) for leaf in evict for block in leaf.blocks}
+        need = -(-len(tokens) // PAGE) - pages
+        semantic = model.semantic(scope, tokens) if lookup else 0
+        self.transaction += 1
+        content = np.array(tokens, dtype="<i4").tobytes()
+        command = Admit(self.transaction, scope, content, lookup, tuple(leaf.handle for leaf in evict))
+        if need > BLOCKS - len(model.used_blocks()) + len(gone):
+            self.apply(command, OutOfMemory)
+            return
+        if len(model.running) == SLOTS:
+            self.apply(command, SlotsExhausted)
+            return
+        receipt = self.apply(command)
+        self.forget(gone)
+        assert (receipt.match.runtime, receipt.match.semantic) == (pages * PAGE, semantic)
+        shared = [handle.block for handle in receipt.shared_blocks]
+        assert shared == [model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)]
+        request = {"scope": scope, "tokens": list(tokens), "valid": pages * PAGE, "leased": pages}
+        request |= {"blocks": shared, "step": None, "ending": None, "transaction": self.transaction}
+        self.take(request, receipt, [handle.block for handle in receipt.new_blocks])
+        model.running[receipt.request] = request
+
+    def idle(self) -> list[RequestHandle]:
+        waiting = self.model.running.items()
+        return [
+            handle
+            for handle, request in waiting
+            if request["step"] is None and request["valid"] < min(len(request["tokens"]), LONGEST)
+        ]
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data())
+    def dispatch(self, data: st.DataObject) -> None:
+        rows, need = [], 0
+        for handle in data.draw(st.lists(st.sampled_from(self.idle()), unique=True, min_size=1)):
+            request = self.model.running[handle]
+            limit = min(len(request["tokens"]), LONGEST) - request["valid"]
+            rows.append(RowSpan(handle, request["valid"], data.draw(st.integers(1, limit))))
+            need += max(0, -(-(rows[-1].start + rows[-1].count) // PAGE) - len(request["blocks"]))
+        evict = self.evictions(data)
+        gone = {int(block) for leaf in evict for block in leaf.blocks}
+        self.step += 1
+        command = Dispatch(self.step, tuple(rows), tuple(leaf.handle for leaf in evict))
+        if need > BLOCKS - len(self.model.used_blocks()) + len(gone):
+            self.apply(command, OutOfMemory)
+            return
+        receipt = self.apply(command)
+        self.forget(gone)
+        fresh = [handle.block for handle in receipt.new_blocks]
+        assert len(fresh) == need
+        for row in rows:
+            request = self.model.running[row.request]
+            grown = max(0, -(-(row.start + row.count) // PAGE) - len(request["blocks"]))
+            self.take(request, receipt, fresh[:grown])
+            fresh = fresh[grown:]
+            request["step"], request["transaction"] = self.step, None
+        self.flights[self.step] = rows
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.flights)))
+        rows = self.flights.pop(step)
+        sampled, discarded = [], []
+        for index, row in enumerate(rows):
+            request = self.model.running[row.request]
+            for position in range(row.start, row.start + row.count):
+                key = (request["blocks"][position // PAGE], position % PAGE)
+                self.model.device[key] = (request["scope"], tuple(request["tokens"][: position + 1]))
+            ends = row.start + row.count == len(request["tokens"])
+            outcome = data.draw(st.sampled_from(["keep", "discard", "sample"]))
+            if outcome == "discard":
+                discarded.append(index)
+            elif outcome == "sample" and ends:
+                sampled.append((index, data.draw(st.integers(0, 1))))
+        receipt = self.apply(Complete(step, tuple(sampled), tuple(discarded)))
+        tokens = dict(sampled)
+        for index, row in enumerate(rows):
+            request = self.model.running[row.request]
+            end = row.start if index in discarded else row.start + row.count
+            assert receipt.sealed[index] == end // PAGE - row.start // PAGE
+            request["valid"], request["step"] = end, None
+            request["tokens"] += [tokens[index]] if index in tokens else []
+            if request["ending"] is not None:
+                self.end(row.request)
+        assert {facts.request for facts in receipt.released} <= set(self.ended)
+
+    def end(self, handle: RequestHandle) -> None:
+        del self.model.running[handle]
+        self.ended.append(handle)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        model = self.model
+        current = [
+            handle
+            for handle, request in model.running.items()
+            if request["scope"].generation >= model.floor[request["scope"].namespace]
+        ]
+        if not current:
+            return
+        handles = data.draw(st.lists(st.sampled_from(current), min_size=1, max_size=3))
+        receipt = self.apply(Publish(tuple(handles)))
+        for handle, entry in zip(handles, receipt.entries, strict=True):
+            request = model.running[handle]
+            full = request["valid"] // PAGE
+            known = model.indexed_pages(request["scope"], request["tokens"][: full * PAGE])
+            assert (entry.tokens_before, entry.tokens_after) == (known * PAGE, full * PAGE)
+            for page in range(known, full):
+                key = model.prefix(request["scope"], request["tokens"], page + 1)
+                model.index[key] = request["blocks"][page]
+            request["leased"] = max(request["leased"], full if full > known else 0)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), reason=st.sampled_from(["finish", "cancel", "preempt", "revoke", "error"]))
+    def release(self, data: st.DataObject, reason: str) -> None:
+        handle = data.draw(st.sampled_from(list(self.model.running)))
+        request = self.model.running[handle]
+        if request["ending"] is not None:
+            self.apply(Release(handle, reason), DoubleRelease)
+            return
+        receipt = self.apply(Release(handle, reason))
+        assert receipt.deferred == (request["step"] is not None)
+        if receipt.deferred:
+            request["ending"] = reason
+        else:
+            self.end(handle)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def release_again(self, data: st.DataObject) -> None:
+        self.apply(Release(data.draw(st.sampled_from(self.ended)), "finish"), LedgerRefusal)
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        leaves = self.evictions(data)
+        gone = {int(block) for leaf in leaves for block in leaf.blocks}
+        receipt = self.apply(Evict(tuple(leaf.handle for leaf in leaves)))
+        assert receipt.freed_blocks == len(gone)
+        self.forget(gone)
+
+    @precondition(lambda self: any(r["transaction"] for r in self.model.running.values()))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        open_ = [handle for handle, request in self.model.running.items() if request["transaction"]]
+        handle = data.draw(st.sampled_from(open_))
+        self.apply(Abort(self.model.running[handle]["transaction"]))
+        self.end(handle)
+
+    @rule(data=st.data())
+    def admit_and_abort(self, data: st.DataObject) -> None:
+        """An aborted transaction leaves what others can observe as it was."""
+        before, running = self.ledger.committed_digest, set(self.model.running)
+        self.transaction += 1
+        tokens = np.array(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=6)), dtype="<i4")
+        scope = Scope("a", self.model.floor["a"], b"w")
+        try:
+            receipt = self.apply(Admit(self.transaction, scope, tokens.tobytes(), True, ()))
+        except LedgerRefusal:
+            return
+        self.apply(Abort(self.transaction))
+        self.ended.append(receipt.request)
+        assert self.ledger.committed_digest == before and set(self.model.running) == running
+
+    @rule(namespace=st.sampled_from(["a", "b"]))
+    def advance(self, namespace: str) -> None:
+        model = self.model
+        model.floor[namespace] += 1
+        receipt = self.apply(AdvanceGeneration(namespace, model.floor[namespace]))
+        model.index = {key: block for key, block in model.index.items() if key[0].namespace != namespace}
+        for request in model.running.values():
+            if request["scope"].namespace == namespace:
+                request["leased"] = 0
+        assert receipt.generation == model.floor[namespace]
+
+    @invariant()
+    def agrees(self) -> None:
+        model, ledger = self.model, self.ledger
+        audit(ledger)
+        gauge = ledger.gauge()
+        held = {block for request in model.running.values() for block in request["blocks"]}
+        leased = model.leased()
+        idle = {block for key, block in model.index.items() if key not in leased and block not in held}
+        assert gauge.free == BLOCKS - len(model.used_blocks()) and gauge.evictable == len(idle)
+        assert set(ledger.running()) == set(model.running)
+        for handle, request in model.running.items():
+            view = ledger.request(handle)
+            assert (view.valid_rows, view.in_flight) == (request["valid"], request["step"] is not None)
+            assert ledger.request_tokens(handle).tolist() == request["tokens"]
+            assert ledger.tables[handle.slot, : view.num_blocks].tolist() == request["blocks"]
+            for position in range(request["valid"]):
+                row = model.device[(request["blocks"][position // PAGE], position % PAGE)]
+                assert row == (request["scope"], tuple(request["tokens"][: position + 1]))
+        for scope, prefix in ((scope, key) for scope, key in model.device.values()):
+            assert prefix and scope.generation >= 1
+        for (block, _), (scope, _) in model.device.items():
+            assert scope.generation >= model.floor[scope.namespace] or block in held
+
+    def teardown(self) -> None:
+        """Whatever happened, everything can be given back."""
+        for step, rows in sorted(self.flights.items()):
+            self.apply(Complete(step, (), tuple(range(len(rows)))))
+        for handle in self.ledger.running():
+            self.apply(Release(handle, "cancel"))
+        while self.ledger.evictable_leaves():
+            self.apply(Evict(tuple(leaf.handle for leaf in self.ledger.evictable_leaves())))
+        audit(self.ledger)
+        assert self.ledger.gauge().free == BLOCKS
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
