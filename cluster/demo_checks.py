@@ -148,7 +148,8 @@ def _check_explanation(name: str, found: dict[str, Any], block_size: int) -> Che
         and bool(found["limit"])
         and bool(found["reason"])
     )
-    return Check(name, ok, found["explanation"], f"limit {found['limit']}, reason {found['reason']}")
+    held_against = f"lengths {lengths}; limit {found['limit']}, reason {found['reason']}"
+    return Check(name, ok, found["cached_tokens"], held_against)
 
 
 def check_revocation(facts: dict[str, Any]) -> list[Check]:

@@ -13,16 +13,19 @@ from rich.table import Table
 
 from .demo_checks import Check, Turn
 
-_REPLY_CHARS = 44
+_REPLY_CHARS = 40
+_PLAIN_WIDTH = 120
 
 
 def print_report(
     console: Console, document: dict[str, Any], turns: Sequence[Turn], checks: Sequence[Check]
 ) -> None:
     """Turns, explanations, checks, verdict."""
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
     console.print(_turn_table(turns))
     for found in document["explain"]:
-        console.print(f"[bold]explain[/bold] {found['receipt_id']}: {found['explanation']}", highlight=False)
+        console.print(f"[bold]explain[/bold] turn {found['turn']}: {found['explanation']}", highlight=False)
     console.print(_check_table(checks))
     memory = document["memory"]
     verdict = "[bold green]all checks hold" if document["ok"] else "[bold red]some checks do not hold"
@@ -55,7 +58,7 @@ def _check_table(checks: Sequence[Check]) -> Table:
     table = Table(title="Checks", title_justify="left")
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("found")
+    table.add_column("found", overflow="fold", max_width=26)
     table.add_column("against")
     for check in checks:
         mark = "[green]ok[/green]" if check.ok else "[red]NOT OK[/red]"
