@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_ranks import ModelRanks
 from paged_run import make_batch
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from copyhold.models.convert import convert, default_source
@@ -47,7 +47,9 @@ def oracle() -> Any:
     source = default_source()
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
-    model = LlamaForCausalLM(AutoConfig.from_pretrained(source.parent, gguf_file=source.name))
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    assert isinstance(config, LlamaConfig)
+    model = LlamaForCausalLM(config)
     tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
     absent, unknown = model.load_state_dict(tensors, strict=False)
     assert set(absent) <= {"lm_head.weight"} and not unknown
