@@ -13,8 +13,10 @@ from copyhold.namespace import errors
 from copyhold.namespace.audit_trail import decode_head, verify_trail
 from copyhold.namespace.authority import Authority
 from copyhold.namespace.certificate import Certificate, parse_certificate, verify_certificate
+from copyhold.namespace.records import namespace_key
 from copyhold.namespace.recovery import confirm_restore
 from copyhold.namespace.revocation import Revoker
+from copyhold.namespace.revocation_book import RevocationBook
 
 
 class Crash(BaseException):
@@ -253,6 +255,17 @@ def test_a_store_that_accepts_loss_is_stated_in_the_certificate(
     assert any("may lose a generation" in line for line in certificate.not_covered)
 
 
+def test_the_generation_is_raised_by_compare_and_set(house: Any, authority: Authority) -> None:
+    book = RevocationBook(authority)
+    record = book.begin("acme", 5.0, "operator")
+    stored = authority.registry.known_namespace("acme")
+    moved = msgspec.structs.replace(stored.value, generation=5)
+    authority.journal.commit("test", "moved", "acme", {}, {namespace_key("acme"): moved})
+    with pytest.raises(errors.RevocationStalled):
+        book.advance(record)
+    assert authority.registry.known_namespace("acme").value == moved
+
+
 # --- crashes -------------------------------------------------------------------------------------------------
 
 
@@ -377,10 +390,21 @@ def test_a_lost_answer_of_the_store_is_taken_up_by_the_next_call(
     setattr(authority.journal.store, "commit", answering)  # noqa: B010
     with pytest.raises(type(error)):
         revoke(house, authority, fleet)
+    calls_before = len(fleet.calls)
+    confirmed_at: list[str] = []
+
+    def acts_only_on_what_is_durable(call: str) -> None:
+        if not confirmed_at:
+            confirmed_at.extend(record.action for record in authority.audit_records())
+
+    fleet.on_call = acts_only_on_what_is_durable
     running = revoker(house, authority, fleet)
     asyncio.run(running.resume_revocations())
     checked(house, authority, parse_certificate(authority.certificate("acme", 1)))
     assert authority.authorize(credential, None, "r").grant.generation == 2
+    assert authority.floors.generation("acme") == 2
+    assert "commit_confirmed" in [record.action for record in authority.audit_records()]
+    assert len(fleet.calls) == calls_before or "commit_confirmed" in confirmed_at
 
 
 @pytest.mark.parametrize("state_commits", [1, 2, 5])
