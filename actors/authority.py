@@ -1,7 +1,7 @@
 """The namespace actor: a Ray shell around the authority, and the fleet a revocation acts on.
 
 Owns the only process that reads private keys, root and pepper (0600 files under the state folder, never constructor
-arguments). Tenants' refusals are returned as ``Refused`` values: equal for equal kinds, without a traceback. The operator's
+arguments). Refusals are returned as values, not raised: equal for equal kinds, without a traceback. The operator's
 calls are audited by the authority itself. Invariant: a revocation runs alone per namespace, and what it is told by
 replicas and gateways goes into its certificate unedited.
 """
@@ -16,7 +16,7 @@ import msgspec
 
 from copyhold.namespace.authority import Authority, Authorization, ClusterIdentity
 from copyhold.namespace.clock import SystemClock
-from copyhold.namespace.errors import NamespaceError, NotFound, Unauthenticated
+from copyhold.namespace.errors import NamespaceError
 from copyhold.namespace.journal import JournalFiles
 from copyhold.namespace.leases import LeaseRenewal
 from copyhold.namespace.records import IncarnationRecord
@@ -25,6 +25,7 @@ from copyhold.namespace.secrets import Secrets
 from copyhold.namespace.sessions import SessionStore
 from copyhold.namespace.store import Store
 
+from .errors import InvalidRequest
 from .fleet import RayFleet
 
 _T = TypeVar("_T")
@@ -38,11 +39,8 @@ class AuthoritySpec(msgspec.Struct, frozen=True):
     sessions_store: str
 
 
-class Refused(msgspec.Struct, frozen=True):
-    """A refusal as a value. ``kind`` is stable; tenants' refusals of one kind are equal byte for byte."""
-
-    kind: str
-    message: str
+Refusal = NamespaceError | InvalidRequest
+"""A refusal as a value; tenants' refusals of one kind have no fields and are equal byte for byte."""
 
 
 class NamespaceActor:
@@ -86,16 +84,9 @@ class NamespaceActor:
 
     async def authorize(
         self, credential: str, namespace: str | None, request_id: str
-    ) -> Authorization | Refused:
-        """A grant for a credential; the same ``Refused`` for every cause of one kind."""
-        try:
-            return self._authority.authorize(credential, namespace, request_id)
-        except Unauthenticated as error:
-            return Refused("unauthenticated", str(error))
-        except NotFound as error:
-            return Refused("not_found", str(error))
-        except NamespaceError as error:
-            return Refused("service_unavailable", f"the authority cannot answer: {error.reason}")
+    ) -> Authorization | Refusal:
+        """A grant for a credential; the same refusal for every cause of one kind."""
+        return self._refusing(lambda: self._authority.authorize(credential, namespace, request_id))
 
     async def serving(self) -> bool:
         """Whether some replica holds its lease and admits."""
@@ -118,7 +109,7 @@ class NamespaceActor:
             },
         }
 
-    async def create_tenant(self, name: str, namespaces: list[str] | None) -> dict[str, Any] | Refused:
+    async def create_tenant(self, name: str, namespaces: list[str] | None) -> dict[str, Any] | Refusal:
         """A tenant and its first key, which is shown this once."""
         return self._refusing(lambda: self._create_tenant(name, namespaces))
 
@@ -134,45 +125,45 @@ class NamespaceActor:
             for record in self._authority.list_tenants()
         ]
 
-    async def create_key(self, tenant: str) -> dict[str, Any] | Refused:
+    async def create_key(self, tenant: str) -> dict[str, Any] | Refusal:
         """One more key for a tenant."""
         return self._refusing(lambda: {"key": self._authority.create_key(tenant)})
 
-    async def revoke(self, namespace: str, deadline_s: float) -> bytes | Refused:
+    async def revoke(self, namespace: str, deadline_s: float) -> bytes | Refusal:
         """Revoke the namespace's current generation; the certificate's bytes."""
         try:
             certificate = await self._revoker.revoke(namespace, deadline_s)
             return self._authority.certificate(namespace, certificate.generation_from)
         except NamespaceError as error:
-            return Refused(error.reason, str(error))
+            return error
 
-    async def certificate(self, certificate_id: str) -> bytes | Refused:
+    async def certificate(self, certificate_id: str) -> bytes | Refusal:
         """A certificate as issued; the id is ``NAMESPACE:GENERATION`` (the revoked one)."""
         namespace, _, generation = certificate_id.rpartition(":")
         if not namespace or not generation.isdecimal():
-            return Refused("invalid_request", "a certificate id is NAMESPACE:GENERATION")
+            return InvalidRequest("a certificate id is NAMESPACE:GENERATION")
         return self._refusing(lambda: self._authority.certificate(namespace, int(generation)))
 
     async def public_key(self) -> bytes:
         """The certificate key's public half, hexadecimal with a line end."""
         return self._public_key_path.read_bytes()
 
-    async def audit_kv(self, namespace: str, samples: int) -> dict[str, Any] | Refused:
+    async def audit_kv(self, namespace: str, samples: int) -> dict[str, Any] | Refusal:
         """Sampled K/V rows of every rank against a cold recompute."""
         if samples < 1:
-            return Refused("invalid_request", "samples must be at least 1")
+            return InvalidRequest("samples must be at least 1")
         self._authority.record_call("operator", "audit_kv", namespace, {"samples": samples})
         try:
             return {"namespace": namespace, "ranks": await self._fleet.audit_kv(namespace, samples)}
         except NamespaceError as error:
-            return Refused(error.reason, str(error))
+            return error
 
-    async def pool(self) -> dict[str, Any] | Refused:
+    async def pool(self) -> dict[str, Any] | Refusal:
         """Every replica's pool gauge and blocks by namespace."""
         try:
             return {"replicas": await self._fleet.pools()}
         except NamespaceError as error:
-            return Refused(error.reason, str(error))
+            return error
 
     async def ranks(self) -> dict[str, Any]:
         """Agreement of the ledgers and the position of every rank."""
@@ -181,13 +172,13 @@ class NamespaceActor:
             "ranks": await self._fleet.worker_status(),
         }
 
-    async def drain(self) -> dict[str, Any] | Refused:
+    async def drain(self) -> dict[str, Any] | Refusal:
         """Admit nothing more on any replica."""
         self._authority.record_call("operator", "drain", "cluster", {})
         try:
             return {"replicas": await self._fleet.drain()}
         except NamespaceError as error:
-            return Refused(error.reason, str(error))
+            return error
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -203,8 +194,8 @@ class NamespaceActor:
         stored = [(name, self._authority.registry.stored_namespace(name)) for name in names]
         return [(name, found.value) for name, found in stored if found is not None]
 
-    def _refusing(self, call: Callable[[], _T]) -> _T | Refused:
+    def _refusing(self, call: Callable[[], _T]) -> _T | Refusal:
         try:
             return call()
         except NamespaceError as error:
-            return Refused(error.reason, str(error))
+            return error

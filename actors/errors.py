@@ -68,3 +68,9 @@ class NoRoom(ActorError):
     def __init__(self, missing_blocks: int, evictable_blocks: int) -> None:
         super().__init__(f"{missing_blocks} blocks are missing, {evictable_blocks} can be evicted")
         self.missing_blocks, self.evictable_blocks = missing_blocks, evictable_blocks
+
+
+class NamespaceRevoked(ActorError):
+    """The request's namespace generation has been revoked; nothing was admitted."""
+
+    kind = "namespace_revoked"

@@ -24,6 +24,7 @@ from copyhold.kvcore.commands import (
     Command,
     Complete,
     Dispatch,
+    Evict,
     Genesis,
     NodeHandle,
     Publish,
@@ -35,7 +36,7 @@ from copyhold.kvcore.ledger import Ledger
 from copyhold.kvcore.receipts import AdmitReceipt, PublicationReceipt, ReleaseReceipt
 
 from .agreement import Agreement
-from .errors import InvalidRequest, NoRoom, RanksDiffer
+from .errors import InvalidRequest, NamespaceRevoked, NoRoom, RanksDiffer
 from .eviction import LruEviction
 from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
 from .plan import KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
@@ -114,11 +115,16 @@ class Scheduler:
         return len(self._running), len(self._waiting)
 
     def submit(self, submission: Submission, put: Callable[[StreamItem], None]) -> Entry:
-        """Queue a verified request. Raises ``InvalidRequest`` when it can never be served; nothing is kept then."""
+        """Queue a verified request.
+
+        Raises: ``InvalidRequest`` (it can never be served), ``NamespaceRevoked``; nothing is kept then.
+        """
         entry = Entry(submission, put)
         total = len(entry.prompt) + submission.max_new_tokens
         if len(entry.prompt) == 0:
             raise InvalidRequest("the prompt is empty", "prompt")
+        if int(entry.prompt.min()) < 0:
+            raise InvalidRequest("the prompt holds a negative token id", "prompt")
         if total > self._genesis.max_model_len:
             raise InvalidRequest(
                 f"prompt ({len(entry.prompt)}) and max_tokens ({submission.max_new_tokens}) exceed the context of "
@@ -130,7 +136,7 @@ class Scheduler:
                 f"{total} tokens can never fit the pool of {self._num_blocks} blocks", "prompt"
             )
         if self._below_floor(entry):
-            raise InvalidRequest("the grant's generation has been revoked", None)
+            raise NamespaceRevoked("the grant's generation has been revoked")
         self._waiting.append(entry)
         return entry
 
@@ -156,7 +162,6 @@ class Scheduler:
         ended = [entry for entry in self._running if self._below_floor(entry)]
         for entry in ended:
             self._release(entry, "revoke")
-            self._floor_facts[entry.scope.namespace].free_blocks_after = self._ledger.gauge().free
             entry.end(REVOKED)
         return len(ended)
 
@@ -239,7 +244,10 @@ class Scheduler:
             try:
                 evict = self._room_for(needed, frozenset(probe.path))
             except NoRoom:
-                return
+                if self._running:
+                    return
+                self._evict_unprotected(-(-len(tokens) // 4 // self._block_size))
+                continue
             self._waiting.popleft()
             self._transaction += 1
             receipt: AdmitReceipt = self._apply(
@@ -271,6 +279,16 @@ class Scheduler:
         if victims.freed_blocks < missing:
             raise NoRoom(missing, victims.freed_blocks)
         return victims.nodes
+
+    def _evict_unprotected(self, needed_blocks: int) -> None:
+        """Nothing runs and the matched path itself is in the way (its last edge is longer than the match): let it go.
+
+        Every block is free or evictable then, and ``submit`` checked that the pool can hold the request.
+        """
+        missing = needed_blocks - self._ledger.gauge().free
+        victims = self._policy.choose(self._ledger, missing, frozenset())
+        assert victims.nodes, f"{missing} blocks are missing although nothing runs: {self._ledger.gauge()}"
+        self._apply(Evict(victims.nodes))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -315,13 +333,20 @@ class Scheduler:
         return max(0, -(-(span.start + span.count) // self._block_size) - held)
 
     def _preempt_youngest(self) -> None:
-        """Give the youngest request's blocks back; it is admitted again, with what it has generated as prompt."""
+        """Give the youngest request's blocks back; it is admitted again, with what it has generated as prompt.
+
+        A request below its namespace's floor could not be admitted again: it ends here.
+        """
         if len(self._running) == 1:
             entry = self._running[0]
             self._release(entry, "error")
             entry.end(Failed("out_of_memory", "the pool cannot hold this request"))
             return
         entry = self._running[-1]
+        if self._below_floor(entry):
+            self._release(entry, "revoke")
+            entry.end(REVOKED)
+            return
         self.preemptions += 1
         self._release(entry, "preempt")
         self._waiting.appendleft(entry)
@@ -369,6 +394,8 @@ class Scheduler:
     def _release(self, entry: Entry, reason: str) -> None:
         self._apply(Release(_held(entry), reason), ReleaseReceipt)
         self._running.remove(entry)
+        if self._below_floor(entry):
+            self._floor_facts[entry.scope.namespace].free_blocks_after = self._ledger.gauge().free
         entry.handle = None
         entry.valid_rows = 0
         entry.published_blocks = 0

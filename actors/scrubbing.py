@@ -49,11 +49,15 @@ class Scrubber:
             self._tallies[command.namespace] = tally
             self._scrub_for(tally, receipt.scrub, receipt.freed_blocks)
             return
-        if isinstance(command, Release) and command.reason == "revoke":
-            namespace = self._ledger.request(command.request).scope.namespace
+        if isinstance(command, Release):
+            scope = self._ledger.request(command.request).scope
             receipt = self._ledger.apply_at(index, command)
             assert isinstance(receipt, ReleaseReceipt)
-            self._scrub_for(self._tallies.setdefault(namespace, Tally()), receipt.scrub, receipt.freed_blocks)
+            tally = self._tallies.get(scope.namespace)
+            if tally is not None and scope.generation < tally.generation:
+                self._scrub_for(tally, receipt.scrub, receipt.freed_blocks)
+                return
+            self._scrub_unclaimed(receipt)
             return
         self._scrub_unclaimed(self._ledger.apply_at(index, command))
 

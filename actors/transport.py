@@ -71,18 +71,27 @@ class StepListener:
         self._listener.listen(ranks)
 
     def accept_all(self, timeout_s: float) -> None:
-        """Wait for every rank; each introduces itself with its rank number. Raises ``TransportClosed`` in time."""
+        """Wait for every rank; each introduces itself with its rank number.
+
+        Raises: ``TransportClosed`` when one is missing or mute after ``timeout_s``, or names a rank that is taken or
+        does not exist; the listener is then of no further use.
+        """
         deadline = time.monotonic() + timeout_s
         by_rank: dict[int, socket.socket] = {}
         while len(by_rank) < self._ranks:
+            missing = sorted(set(range(self._ranks)) - set(by_rank))
             self._listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 sock, _ = self._listener.accept()
+                self._sockets.append(sock)
+                sock.settimeout(max(0.01, deadline - time.monotonic()))
+                rank = int.from_bytes(receive_message(sock), "little")
             except TimeoutError as error:
-                missing = sorted(set(range(self._ranks)) - set(by_rank))
                 raise TransportClosed(f"ranks {missing} did not connect within {timeout_s:g} s") from error
+            if rank not in missing:
+                raise TransportClosed(f"rank {rank} introduced itself, missing are {missing}")
             sock.settimeout(timeout_s)
-            by_rank[int.from_bytes(receive_message(sock), "little")] = sock
+            by_rank[rank] = sock
         self._sockets = [by_rank[rank] for rank in range(self._ranks)]
 
     def execute(self, message: bytes, timeout_s: float) -> list[bytes]:

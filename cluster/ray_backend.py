@@ -15,15 +15,14 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from copyhold.actors.authority import Refused
-from copyhold.actors.errors import InvalidRequest, ServiceUnavailable
+from copyhold.actors.errors import ActorError, ServiceUnavailable
 from copyhold.actors.messages import Failed, GenerateRequest, ReuseReceipt, RouteReceipt, StreamItem
 from copyhold.actors.names import RAY_NAMESPACE
 from copyhold.actors.receipt_store import load_receipt
 from copyhold.actors.routing import DIGEST_EVERY_TOKENS
 from copyhold.kvcore.identity import chain_digests
 from copyhold.namespace.authority import Authorization
-from copyhold.namespace.errors import NotFound, Unauthenticated
+from copyhold.namespace.errors import NamespaceError
 from copyhold.namespace.sessions import SessionStore
 
 
@@ -66,7 +65,7 @@ class RayTenantBackend:
             answer = await self._authority.authorize.remote(credential, namespace, request_id)
         except RayError as error:
             raise ServiceUnavailable(f"the authority is gone ({type(error).__name__})") from error
-        return _authorization(answer)
+        return _raised(answer)
 
     async def generate(
         self,
@@ -164,16 +163,11 @@ class RayAdminBackend:
             answer = await getattr(self._authority, method).remote(*arguments)
         except RayError as error:
             raise ServiceUnavailable(f"the authority is gone ({type(error).__name__})") from error
-        if isinstance(answer, Refused):
-            raise InvalidRequest(answer.message) if answer.kind != "not_found" else NotFound()
-        return answer
+        return _raised(answer)
 
 
-def _authorization(answer: Authorization | Refused) -> Authorization:
-    if isinstance(answer, Authorization):
-        return answer
-    if answer.kind == "unauthenticated":
-        raise Unauthenticated()
-    if answer.kind == "not_found":
-        raise NotFound()
-    raise ServiceUnavailable(answer.message)
+def _raised(answer: Any) -> Any:
+    """An actor's answer, or the refusal it came as."""
+    if isinstance(answer, NamespaceError | ActorError):
+        raise answer
+    return answer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import openai
 import pytest
@@ -45,9 +47,10 @@ def test_streamed_text_is_the_whole_text(server: LiveServer) -> None:
 def test_openai_client_is_served(server: LiveServer) -> None:
     tenant = server.tenant()
     client = openai.OpenAI(base_url=server.url + "/v1", api_key=tenant.key, max_retries=0)
-    plain = client.chat.completions.create(model="tiny", messages=LONG, max_tokens=8)  # pyright: ignore[reportArgumentType]
+    messages: Any = LONG
+    plain = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8)
     assert plain.usage is not None and plain.usage.prompt_tokens > 0
-    events = client.chat.completions.create(model="tiny", messages=LONG, max_tokens=8, stream=True)  # pyright: ignore[reportArgumentType]
+    events = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in events if chunk.choices)
     assert text == plain.choices[0].message.content
     ids = client.completions.create(model="tiny", prompt=[5, 6, 7, 8], max_tokens=4)
@@ -57,7 +60,7 @@ def test_openai_client_is_served(server: LiveServer) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=server.url + "/v1", api_key="ch_x_y", max_retries=0).models.list()
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="other", messages=LONG, max_tokens=8)  # pyright: ignore[reportArgumentType]
+        client.chat.completions.create(model="other", messages=messages, max_tokens=8)
 
 
 def test_many_requests_at_once_answer_as_each_alone(server: LiveServer) -> None:

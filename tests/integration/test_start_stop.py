@@ -1,0 +1,166 @@
+"""Start and stop of whole servers through the command line: what cannot start says why, what stops leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from live_cluster import copyhold
+from tiny_checkpoint import make_tiny_checkpoint
+
+SERVE = [sys.executable, "-c", "from copyhold.cluster.cli import main; main()"]
+
+
+def runs(base: Path) -> list[str]:
+    """What is left in the folder that run folders are made in."""
+    return sorted(path.name for path in base.iterdir()) if base.exists() else []
+
+
+def marked_processes(base: Path) -> list[int]:
+    """Processes whose environment carries the mark of a run below ``base``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get("COPYHOLD_RUN", "")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if mark.startswith(str(base)) and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+@pytest.fixture
+def run_base(short_folder: Path) -> Path:
+    return short_folder
+
+
+@pytest.fixture
+def short_folder() -> Path:
+    """A short path: unix socket names have 107 bytes."""
+    import tempfile
+
+    return Path(tempfile.mkdtemp(prefix="cht-", dir="/tmp"))
+
+
+def options(run_base: Path, model: Path, cache: Path) -> list[str]:
+    return ["--model", str(model), "--cache-dir", str(cache), "--run-dir", str(run_base), "--port", "0"]
+
+
+def refused(run_base: Path, *arguments: str) -> str:
+    """A failing command's one line; nothing of it is left."""
+    done = copyhold("serve", *arguments)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.strip().splitlines() if line.startswith("copyhold: ")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert runs(run_base) == []
+    assert marked_processes(run_base) == []
+    return lines[0]
+
+
+def test_a_model_folder_that_lacks_a_file_is_refused_by_name(
+    run_base: Path, tmp_path: Path, model_cache: Path
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path / "model", seed=3)
+    (folder / "tokenizer.json").unlink()
+    line = refused(run_base, *options(run_base, folder, model_cache), "--state-dir", str(tmp_path / "state"))
+    assert "tokenizer.json" in line
+
+
+def test_more_ranks_than_kv_heads_are_refused_by_name(
+    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path
+) -> None:
+    line = refused(
+        run_base,
+        *options(run_base, tiny_model, model_cache),
+        *("--tp", "3", "--state-dir", str(tmp_path / "state")),
+    )
+    assert "too_many_ranks" in line and "3" in line and "2" in line
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(
+    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refused(
+            run_base,
+            *options(run_base, tiny_model, model_cache)[:-1],
+            *(port, "--state-dir", str(tmp_path / "state")),
+        )
+        assert port in line
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_serve_prints_two_keys_serves_and_leaves_nothing_when_stopped(
+    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path, how: signal.Signals
+) -> None:
+    state = tmp_path / "state"
+    command = [
+        *SERVE,
+        "serve",
+        *options(run_base, tiny_model, model_cache),
+        "--state-dir",
+        str(state),
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        text = ""
+        while "\n}\n" not in text:
+            line = process.stdout.readline()
+            assert line, process.communicate()
+            text += line
+        document = json.loads(text)
+        keys = [made["key"] for made in document["tenants"]]
+        assert len(keys) == 2
+        model = httpx.get(
+            document["url"] + "/v1/models", headers={"authorization": f"Bearer {keys[0]}"}
+        ).json()
+        assert len(model["data"]) == 1
+        listed = copyhold("tenants", "list", "--state-dir", str(state), "--json")
+        assert {t["tenant"] for t in json.loads(listed.stdout)["tenants"]} == {"acme", "bravo"}
+        status = copyhold("status", "--state-dir", str(state), "--json")
+        assert json.loads(status.stdout)["replicas"][0]["serving"]
+        process.send_signal(how)
+        process.communicate(timeout=60)
+    assert runs(run_base) == []
+    assert marked_processes(run_base) == []
+    assert not [name for name in os.listdir("/dev/shm") if run_base.name in name]
+
+
+def test_keys_and_generations_outlive_a_server(
+    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path
+) -> None:
+    state = tmp_path / "state"
+    arguments = [*options(run_base, tiny_model, model_cache), "--state-dir", str(state), "--json"]
+
+    def serve_once(act: str) -> tuple[dict, str]:
+        with subprocess.Popen(
+            [*SERVE, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            text = ""
+            while "\n}\n" not in text:
+                line = process.stdout.readline()
+                assert line, process.communicate()
+                text += line
+            answer = copyhold(*act.split(), "--state-dir", str(state), "--json")
+            assert copyhold("stop", "--state-dir", str(state)).returncode == 0
+            process.communicate(timeout=60)
+            assert answer.returncode == 0, answer.stderr
+            return json.loads(text), answer.stdout
+
+    first, _certificate = serve_once("tenants revoke acme --deadline-s 0")
+    second, status = serve_once("status")
+    assert len(first["tenants"]) == 2 and not second["tenants"]
+    assert json.loads(status)["namespaces"]["acme"]["generation"] == 2
+    assert json.loads(status)["namespaces"]["bravo"]["generation"] == 1
