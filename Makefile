@@ -37,7 +37,7 @@ test: $(DEV)
 check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --project pyproject.toml
 	$(BIN)/python -m pytest -q tests/unit/layout
 
 clean:
