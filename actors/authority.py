@@ -63,6 +63,16 @@ class NamespaceActor:
         """What verifiers of grants and certificates need; public."""
         return self._authority.identity
 
+    async def end_previous(self, proof: str) -> list[str]:
+        """Record every incarnation known so far as ended by ``proof``; returns their names.
+
+        For a server that owns its state folder alone: whatever served from it before is proven gone.
+        """
+        ended = [entry.member.incarnation for entry in self._authority.membership.all() if not entry.ended_proof]
+        for incarnation in ended:
+            self._authority.end_incarnation(incarnation, proof)
+        return ended
+
     async def attach(self, replicas: dict[str, Any], workers: list[Any], coordinator: Any) -> None:
         """The actors a revocation acts on and the operator may ask about; ``replicas`` by incarnation."""
         self._fleet.attach(replicas, workers, coordinator)

@@ -23,6 +23,9 @@ from .prepare import PreparedModel, prepared_model
 
 _OBJECT_STORE_BYTES = 80 << 20
 _SMALLEST_POOL_BLOCKS = 4
+_PREVIOUS_RUN_GONE = (
+    "the state folder's lock passed to a new server, which found no process of an earlier run"
+)
 
 
 class StartFailed(Exception):
@@ -173,6 +176,7 @@ class Cluster:
 
         spec = AuthoritySpec(self._spec.state_dir, self._spec.authority_socket, self._spec.sessions_socket)
         authority = self._actor(ray, "NamespaceActor").remote(spec)
+        ray.get(authority.end_previous.remote(_PREVIOUS_RUN_GONE))
         return authority, ray.get(authority.identity.remote())
 
     def _num_blocks(self) -> int:

@@ -41,7 +41,7 @@ from .processes import (
 from .run_folder import SOCKET_PATH_BYTES, make_run_folder, remove_run_folder, sweep_stale_runs
 from .run_signals import signals_call, signals_unwind
 from .server_record import make_state_folder, remove_server_record, state_lock, write_server_record
-from .valkey_process import ValkeyProcess
+from .valkey_process import Appendfsync, ValkeyProcess
 
 DRIVER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "copyhold.cluster.driver")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -190,7 +190,8 @@ class Supervisor:
         self._cleanup.callback(path.unlink, missing_ok=True)
 
     def _start_stores(self) -> None:
-        for name in ("authority", "sessions"):
+        stores: dict[str, Appendfsync] = {"authority": "always", "sessions": "everysec"}
+        for name, appendfsync in stores.items():
             self._on_progress("stores", f"starting the {name} store")
             data_dir = self.state_dir / name
             log_path = self._log_path.with_name(f"{name}.log")
@@ -201,6 +202,7 @@ class Supervisor:
                 log_path,
                 self._environment(),
                 timeout_s=self.config.start_timeout_s,
+                appendfsync=appendfsync,
             )
             self._stores.append(store)
             self._sessions.add(store.pid)

@@ -13,8 +13,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from live_cluster import copyhold
+from live_cluster import copyhold, tiny_config
 from tiny_checkpoint import make_tiny_checkpoint
+
+from copyhold.cluster.admin_client import AdminClient
+from copyhold.cluster.supervisor import Supervisor, leftovers
+from copyhold.namespace.certificate import parse_certificate
 
 SERVE = [sys.executable, "-c", "from copyhold.cluster.cli import main; main()"]
 
@@ -164,3 +168,17 @@ def test_keys_and_generations_outlive_a_server(
     assert len(first["tenants"]) == 2 and not second["tenants"]
     assert json.loads(status)["namespaces"]["acme"]["generation"] == 2
     assert json.loads(status)["namespaces"]["bravo"]["generation"] == 1
+
+
+def test_a_revocation_after_a_restart_counts_earlier_servers_as_ended(
+    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path
+) -> None:
+    state = tmp_path / "state"
+    config = tiny_config(tiny_model, model_cache, run_dir=str(run_base), state_dir=str(state), tp=1)
+    with Supervisor(config) as first, AdminClient(first.admin_socket) as admin:
+        admin.create_tenant("acme")
+    with Supervisor(config) as second, AdminClient(second.admin_socket) as admin:
+        certificate = parse_certificate(admin.revoke("acme", 0.0))
+    assert certificate.outcome == "complete"
+    assert sorted(entry.outcome for entry in certificate.outcomes) == ["confirmed", "ended"]
+    assert leftovers(second) == []
