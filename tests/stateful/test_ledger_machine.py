@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from copyhold.kvcore.audit import audit
 from copyhold.kvcore.commands import (
     Abort,
     Admit,
     AdvanceGeneration,
+    BlockHandle,
     Complete,
     Dispatch,
     Evict,
@@ -26,11 +28,21 @@ from copyhold.kvcore.commands import (
     RowSpan,
     Scope,
 )
-from copyhold.kvcore.errors import DoubleRelease, LedgerRefusal, OutOfMemory, SlotsExhausted
+from copyhold.kvcore.errors import DoubleRelease, EvictLiveBlock, LedgerRefusal, OutOfMemory, SlotsExhausted
 from copyhold.kvcore.ledger import Ledger
 
 PAGE, BLOCKS, SLOTS, LONGEST = 2, 12, 4, 16
 Prefix = tuple[Scope, tuple[int, ...]]
+
+# Prompts share long stems, so that most admissions meet something indexed, and part of it in mid-edge.
+STEMS = ([0] * LONGEST, [0] * 6 + [1] * 10, [0, 0, 0, 1] * 4, [1] * LONGEST)
+NAMESPACES = st.sampled_from(["a", "a", "a", "b"])
+PROMPTS = st.builds(
+    lambda stem, length, tail: (stem[:length] + tail)[:LONGEST],
+    st.sampled_from(STEMS),
+    st.integers(1, LONGEST),
+    st.lists(st.integers(0, 1), max_size=2),
+)
 
 
 class Model:
@@ -83,6 +95,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.transaction = self.step = 0
         self.flights: dict[int, list[RowSpan]] = {}
         self.ended: list[RequestHandle] = []
+        self.issued: set[BlockHandle] = set()
         self.ledger.apply(Genesis(b"w", (GroupSpec("full", PAGE, BLOCKS),), SLOTS, LONGEST, "pool"))
 
     def apply(self, command: Any, refusal: type[LedgerRefusal] | None = None) -> Any:
@@ -100,13 +113,16 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.block(handle) == handle.block
         return receipt
 
-    def take(self, request: dict[str, Any], receipt: Any, blocks: list[int]) -> None:
-        """New blocks belong to nobody else and hold no byte of another scope."""
-        for block in blocks:
+    def take(self, request: dict[str, Any], handles: Iterable[BlockHandle]) -> None:
+        """New blocks belong to nobody else, were never issued under this handle, hold no foreign byte."""
+        for handle in handles:
+            block = handle.block
+            assert handle not in self.issued
+            self.issued.add(handle)
             assert block not in self.model.used_blocks()
             owners = {self.model.device[key][0] for key in self.model.device if key[0] == block}
             assert owners <= {request["scope"]}
-        request["blocks"] += blocks
+            request["blocks"].append(block)
 
     def evictions(self, data: st.DataObject) -> list[Any]:
         leaves = list(self.ledger.evictable_leaves())
@@ -117,39 +133,70 @@ class LedgerMachine(RuleBasedStateMachine):
     def forget(self, blocks: set[int]) -> None:
         self.model.index = {key: block for key, block in self.model.index.items() if block not in blocks}
 
-    @rule(
-        data=st.data(),
-        namespace=st.sampled_from(["a", "b"]),
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=LONGEST),
-        lookup=st.booleans(),
-    )
+    @initialize(first=PROMPTS, second=PROMPTS, running=st.booleans())
+    def warm(self, first: list[int], second: list[int], running: bool) -> None:
+        """Machines start with something indexed, and often with somebody leasing part of it."""
+        self.do_serve("a", first, True, True)
+        self.do_serve("a", second, True, not running)
+
+    @rule(data=st.data(), namespace=NAMESPACES, tokens=PROMPTS, lookup=st.sampled_from([True, True, False]))
     def admit(self, data: st.DataObject, namespace: str, tokens: list[int], lookup: bool) -> None:
+        self.do_admit(namespace, tokens, lookup, self.evictions(data) if data.draw(st.booleans()) else [])
+
+    @rule(
+        namespace=NAMESPACES, tokens=PROMPTS, lookup=st.sampled_from([True, True, False]), ends=st.booleans()
+    )
+    def serve(self, namespace: str, tokens: list[int], lookup: bool, ends: bool) -> None:
+        """A whole request at once: what the others share."""
+        self.do_serve(namespace, tokens, lookup, ends)
+
+    def do_serve(self, namespace: str, tokens: list[int], lookup: bool, ends: bool) -> None:
+        handle = self.do_admit(namespace, tokens, lookup, [])
+        if handle is None:
+            return
+        request = self.model.running[handle]
+        self.do_dispatch([RowSpan(handle, request["valid"], len(tokens) - request["valid"])], [])
+        self.do_complete(self.step, ["keep"], [0])
+        self.do_publish([handle])
+        if ends:
+            self.apply(Release(handle, "finish"))
+            self.end(handle)
+
+    def do_admit(
+        self, namespace: str, tokens: list[int], lookup: bool, leaves: list[Any]
+    ) -> RequestHandle | None:
         model = self.model
         scope = Scope(namespace, model.floor[namespace], b"w")
         pages = min(model.indexed_pages(scope, tokens), (len(tokens) - 1) // PAGE) if lookup else 0
         path = {model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)}
-        evict = [leaf for leaf in self.evictions(data) if not path & set(leaf.blocks.tolist())]
-        gone = {int(block) for leaf in evict for block in leaf.blocks}
         need = -(-len(tokens) // PAGE) - pages
         semantic = model.semantic(scope, tokens) if lookup else 0
         self.transaction += 1
         content = np.array(tokens, dtype="<i4").tobytes()
+        own = [leaf for leaf in leaves if path & set(leaf.blocks.tolist())]
+        if own:
+            named = tuple(leaf.handle for leaf in own)
+            self.apply(Admit(self.transaction, scope, content, lookup, named), EvictLiveBlock)
+        evict = [leaf for leaf in leaves if leaf not in own]
+        gone = {int(block) for leaf in evict for block in leaf.blocks}
         command = Admit(self.transaction, scope, content, lookup, tuple(leaf.handle for leaf in evict))
         if need > BLOCKS - len(model.used_blocks()) + len(gone):
             self.apply(command, OutOfMemory)
-            return
+            return None
         if len(model.running) == SLOTS:
             self.apply(command, SlotsExhausted)
-            return
+            return None
         receipt = self.apply(command)
         self.forget(gone)
+        event(f"hit of {pages} pages")
         assert (receipt.match.runtime, receipt.match.semantic) == (pages * PAGE, semantic)
         shared = [handle.block for handle in receipt.shared_blocks]
         assert shared == [model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)]
         request = {"scope": scope, "tokens": list(tokens), "valid": pages * PAGE, "leased": pages}
         request |= {"blocks": shared, "step": None, "ending": None, "transaction": self.transaction}
-        self.take(request, receipt, [handle.block for handle in receipt.new_blocks])
+        self.take(request, receipt.new_blocks)
         model.running[receipt.request] = request
+        return receipt.request
 
     def idle(self) -> list[RequestHandle]:
         waiting = self.model.running.items()
@@ -162,13 +209,20 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.idle())
     @rule(data=st.data())
     def dispatch(self, data: st.DataObject) -> None:
-        rows, need = [], 0
+        rows = []
         for handle in data.draw(st.lists(st.sampled_from(self.idle()), unique=True, min_size=1)):
             request = self.model.running[handle]
             limit = min(len(request["tokens"]), LONGEST) - request["valid"]
-            rows.append(RowSpan(handle, request["valid"], data.draw(st.integers(1, limit))))
-            need += max(0, -(-(rows[-1].start + rows[-1].count) // PAGE) - len(request["blocks"]))
-        evict = self.evictions(data)
+            count = data.draw(st.one_of(st.just(limit), st.integers(1, limit)))
+            rows.append(RowSpan(handle, request["valid"], count))
+        self.do_dispatch(rows, self.evictions(data) if data.draw(st.booleans()) else [])
+
+    def growth(self, row: RowSpan) -> int:
+        held = len(self.model.running[row.request]["blocks"])
+        return max(0, -(-(row.start + row.count) // PAGE) - held)
+
+    def do_dispatch(self, rows: list[RowSpan], evict: list[Any]) -> None:
+        need = sum(self.growth(row) for row in rows)
         gone = {int(block) for leaf in evict for block in leaf.blocks}
         self.step += 1
         command = Dispatch(self.step, tuple(rows), tuple(leaf.handle for leaf in evict))
@@ -177,12 +231,11 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         receipt = self.apply(command)
         self.forget(gone)
-        fresh = [handle.block for handle in receipt.new_blocks]
+        fresh = list(receipt.new_blocks)
         assert len(fresh) == need
         for row in rows:
-            request = self.model.running[row.request]
-            grown = max(0, -(-(row.start + row.count) // PAGE) - len(request["blocks"]))
-            self.take(request, receipt, fresh[:grown])
+            request, grown = self.model.running[row.request], self.growth(row)
+            self.take(request, fresh[:grown])
             fresh = fresh[grown:]
             request["step"], request["transaction"] = self.step, None
         self.flights[self.step] = rows
@@ -191,27 +244,30 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.flights)))
+        rows = len(self.flights[step])
+        outcome = st.sampled_from(["keep", "sample", "sample", "discard"])
+        outcomes = data.draw(st.lists(outcome, min_size=rows, max_size=rows))
+        self.do_complete(step, outcomes, data.draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows)))
+
+    def do_complete(self, step: int, outcomes: list[str], tokens: list[int]) -> None:
         rows = self.flights.pop(step)
-        sampled, discarded = [], []
+        sampled = []
+        discarded = tuple(index for index, outcome in enumerate(outcomes) if outcome == "discard")
         for index, row in enumerate(rows):
             request = self.model.running[row.request]
             for position in range(row.start, row.start + row.count):
                 key = (request["blocks"][position // PAGE], position % PAGE)
                 self.model.device[key] = (request["scope"], tuple(request["tokens"][: position + 1]))
-            ends = row.start + row.count == len(request["tokens"])
-            outcome = data.draw(st.sampled_from(["keep", "discard", "sample"]))
-            if outcome == "discard":
-                discarded.append(index)
-            elif outcome == "sample" and ends:
-                sampled.append((index, data.draw(st.integers(0, 1))))
-        receipt = self.apply(Complete(step, tuple(sampled), tuple(discarded)))
-        tokens = dict(sampled)
+            if outcomes[index] == "sample" and row.start + row.count == len(request["tokens"]):
+                sampled.append((index, tokens[index]))
+        receipt = self.apply(Complete(step, tuple(sampled), discarded))
+        chosen = dict(sampled)
         for index, row in enumerate(rows):
             request = self.model.running[row.request]
             end = row.start if index in discarded else row.start + row.count
             assert receipt.sealed[index] == end // PAGE - row.start // PAGE
             request["valid"], request["step"] = end, None
-            request["tokens"] += [tokens[index]] if index in tokens else []
+            request["tokens"] += [chosen[index]] if index in chosen else []
             if request["ending"] is not None:
                 self.end(row.request)
         assert {facts.request for facts in receipt.released} <= set(self.ended)
@@ -231,7 +287,10 @@ class LedgerMachine(RuleBasedStateMachine):
         ]
         if not current:
             return
-        handles = data.draw(st.lists(st.sampled_from(current), min_size=1, max_size=3))
+        self.do_publish(data.draw(st.lists(st.sampled_from(current), min_size=1, max_size=3)))
+
+    def do_publish(self, handles: list[RequestHandle]) -> None:
+        model = self.model
         receipt = self.apply(Publish(tuple(handles)))
         for handle, entry in zip(handles, receipt.entries, strict=True):
             request = model.running[handle]
@@ -294,8 +353,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ended.append(receipt.request)
         assert self.ledger.committed_digest == before and set(self.model.running) == running
 
-    @rule(namespace=st.sampled_from(["a", "b"]))
-    def advance(self, namespace: str) -> None:
+    @rule(namespace=st.sampled_from(["a", "b"]), chance=st.integers(0, 3))
+    def advance(self, namespace: str, chance: int) -> None:
+        if chance:
+            return
         model = self.model
         model.floor[namespace] += 1
         receipt = self.apply(AdvanceGeneration(namespace, model.floor[namespace]))
@@ -323,8 +384,6 @@ class LedgerMachine(RuleBasedStateMachine):
             for position in range(request["valid"]):
                 row = model.device[(request["blocks"][position // PAGE], position % PAGE)]
                 assert row == (request["scope"], tuple(request["tokens"][: position + 1]))
-        for scope, prefix in ((scope, key) for scope, key in model.device.values()):
-            assert prefix and scope.generation >= 1
         for (block, _), (scope, _) in model.device.items():
             assert scope.generation >= model.floor[scope.namespace] or block in held
 
@@ -341,4 +400,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
