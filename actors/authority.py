@@ -8,6 +8,7 @@ replicas and gateways goes into its certificate unedited.
 
 from __future__ import annotations
 
+import secrets as secrets_module
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,8 +55,9 @@ class NamespaceActor:
         self._authority = Authority.open(store, secrets, SystemClock(), files)
         self._sessions = SessionStore.connect(spec.sessions_store)
         self._public_key_path = state / "secrets" / "certificate.pub"
-        self._fleet = RayFleet(self._sessions)
+        self._fleet = RayFleet(self._members, self._sessions)
         self._revoker = Revoker(self._authority, self._fleet)
+        self._boot_id = secrets_module.token_hex(8)
 
     # -- start-up -----------------------------------------------------------------------------------------------
 
@@ -63,24 +65,28 @@ class NamespaceActor:
         """What verifiers of grants and certificates need; public."""
         return self._authority.identity
 
+    async def boot_id(self) -> str:
+        """Changes with every start of this process: whoever watches it knows of a restart."""
+        return self._boot_id
+
+    async def resume(self) -> int:
+        """Finish the revocations that a crash left under way; returns how many."""
+        return len(await self._revoker.resume_revocations())
+
     async def end_previous(self, proof: str) -> list[str]:
         """Record every incarnation known so far as ended by ``proof``; returns their names.
 
         For a server that owns its state folder alone: whatever served from it before is proven gone.
         """
-        ended = [entry.member.incarnation for entry in self._authority.membership.all() if not entry.ended_proof]
+        ended = [member.incarnation for member in self._members()]
         for incarnation in ended:
             self._authority.end_incarnation(incarnation, proof)
         return ended
 
-    async def attach(self, replicas: dict[str, Any], workers: list[Any], coordinator: Any) -> None:
-        """The actors a revocation acts on and the operator may ask about; ``replicas`` by incarnation."""
-        self._fleet.attach(replicas, workers, coordinator)
-
-    async def attach_gateway(self, name: str, gateway: Any) -> None:
-        """A gateway whose streams a revocation closes."""
-        self._fleet.attach_gateway(name, gateway)
-        await self._revoker.resume_revocations()
+    async def end_incarnation(self, incarnation: str, proof: str) -> None:
+        """Record that an incarnation's processes are gone; one that never registered is left alone."""
+        if incarnation in {member.incarnation for member in self._members()}:
+            self._authority.end_incarnation(incarnation, proof)
 
     async def register_incarnation(self, record: IncarnationRecord) -> None:
         """Make a replica's membership durable before its first lease."""
@@ -99,7 +105,11 @@ class NamespaceActor:
         return self._refusing(lambda: self._authority.authorize(credential, namespace, request_id))
 
     async def serving(self) -> bool:
-        """Whether some replica holds its lease and admits."""
+        """Whether the store answers and some replica holds its lease and admits."""
+        try:
+            self._authority.journal.check_term()
+        except NamespaceError:
+            return False
         return any(status.get("serving") for status in await self._fleet.replica_status())
 
     # -- operator -----------------------------------------------------------------------------------------------
@@ -191,6 +201,10 @@ class NamespaceActor:
             return error
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _members(self) -> list[IncarnationRecord]:
+        """Incarnations that have not ended, as the store knows them."""
+        return [entry.member for entry in self._authority.membership.all() if entry.ended_sequence is None]
 
     def _create_tenant(self, name: str, namespaces: list[str] | None) -> dict[str, Any]:
         record = self._authority.create_tenant(name, namespaces)

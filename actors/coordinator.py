@@ -7,7 +7,11 @@ token or a key. It is not in the token path.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from copyhold.namespace.authority import ClusterIdentity
 from copyhold.namespace.errors import NamespaceError
@@ -17,6 +21,8 @@ from copyhold.namespace.grants import Grant
 from .messages import RouteReceipt
 from .routing import RoutingIndex
 
+_ROUTES_KEPT = 64
+
 
 class Coordinator:
     """Async methods over ``RoutingIndex``; created as a Ray actor named ``coordinator``."""
@@ -25,6 +31,7 @@ class Coordinator:
         self._index = RoutingIndex(route_lifetime_s)
         self._verifier = identity.verifier()
         self._floors = Floors()
+        self._routes: deque[RouteReceipt] = deque(maxlen=_ROUTES_KEPT)
 
     async def attach(self, replica: str, incarnation: str) -> None:
         """A replica incarnation serves from now on."""
@@ -34,9 +41,9 @@ class Coordinator:
         """A replica incarnation is gone, and its entries with it."""
         self._index.detach(incarnation)
 
-    async def report_load(self, incarnation: str, running: int, waiting: int) -> None:
-        """Running and waiting requests of an incarnation."""
-        self._index.report_load(incarnation, running, waiting)
+    async def report_load(self, incarnation: str, running: int, waiting: int) -> bool:
+        """Running and waiting requests of an incarnation; ``False`` if it is not attached and should attach again."""
+        return self._index.report_load(incarnation, running, waiting)
 
     async def publish(
         self, namespace: str, generation: int, incarnation: str, digests: Sequence[tuple[bytes, int]]
@@ -51,12 +58,20 @@ class Coordinator:
             self._verifier.verify(grant, now_s, self._floors)
         except NamespaceError:
             return None
-        return self._index.route(grant.namespace, grant.generation, digests, now_s)
+        route = self._index.route(grant.namespace, grant.generation, digests, now_s)
+        if route is not None:
+            self._routes.append(route)
+        return route
 
     async def drop_routes(self, namespace: str, below_generation: int) -> int:
         """Forget what a revoked generation published; returns the number of digests dropped."""
         return self._index.drop(namespace, below_generation)
 
-    async def status(self) -> dict[str, int]:
-        """Index version and size."""
-        return {"index_version": self._index.version, "entries": self._index.entries()}
+    async def status(self) -> dict[str, Any]:
+        """Index version and size, attached replicas, and the last routes for the operator."""
+        return {
+            "index_version": self._index.version,
+            "entries": self._index.entries(),
+            "replicas": self._index.attached(),
+            "routes": [msgspec.to_builtins(route) for route in self._routes],
+        }

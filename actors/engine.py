@@ -23,6 +23,9 @@ from .submission import Entry, Submission
 
 _T = TypeVar("_T")
 
+HEARTBEAT_S = 2.0
+"""An idle replica asks its ranks for their position this often, so that a lost one is noticed without a request."""
+
 
 class StepExecutor(Protocol):
     """Runs one plan on every rank; raises and stays broken when a rank does not answer."""
@@ -58,7 +61,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="copyhold-engine", daemon=True)
         self._failure: ActorError | None = None
         self._stopping = False
+        self._handing_over = threading.Lock()
+        self._asking_ranks = False
         self._steps, self._step_s, self._execution_s = 0, 0.0, 0.0
+        self._step_began_s: float | None = None
+        self._last_step_s = clock()
 
     def start(self) -> None:
         """Start the loop; call once."""
@@ -79,10 +86,11 @@ class Engine:
     def call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run ``function`` on the engine's thread between two steps. The future fails once the engine has stopped."""
         future: Future[_T] = Future()
-        if self._failure is not None or self._stopping:
-            future.set_exception(self._failure or ReplicaStopped("the engine is stopped"))
-            return future
-        self._inbox.put((function, future))
+        with self._handing_over:
+            if self._failure is None and not self._stopping:
+                self._inbox.put((function, future))
+                return future
+        future.set_exception(self._failure or ReplicaStopped("the engine is stopped"))
         return future
 
     def submit(self, submission: Submission, put: Callable[[StreamItem], None]) -> Future[Entry]:
@@ -101,6 +109,11 @@ class Engine:
         """Every rank's comparison of sampled K/V rows with a cold recompute."""
         return self.call(lambda: self._ask_ranks(audit=order))
 
+    def step_age_s(self) -> float:
+        """For how long the ranks have owed an answer; 0 between steps."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else self._clock() - began_s
+
     def times(self) -> EngineTimes:
         """Step time so far."""
         return EngineTimes(self._steps, self._step_s, self._execution_s)
@@ -116,6 +129,8 @@ class Engine:
                 if not self._may_serve():
                     raise ReplicaStopped("the serving lease was lost")
                 plan = self._scheduler.plan()
+                if plan is None and self._clock() - self._last_step_s >= HEARTBEAT_S:
+                    plan = self._scheduler.heartbeat()
                 if plan is not None:
                     self._step(plan)
         except ActorError as error:
@@ -126,8 +141,11 @@ class Engine:
 
     def _step(self, plan: StepPlan) -> list[StepEvidence]:
         started_s = self._clock()
+        self._step_began_s = started_s
         evidence = list(self._executor.execute(plan))
         finished_s = self._clock()
+        self._step_began_s = None
+        self._last_step_s = finished_s
         self._steps += 1
         self._step_s += finished_s - started_s
         self._execution_s += max(report.execution_ns for report in evidence) / 1e9
@@ -137,9 +155,12 @@ class Engine:
     def _ask_ranks(
         self, purge: PurgeOrder | None = None, audit: KVAuditOrder | None = None
     ) -> list[StepEvidence]:
+        self._asking_ranks = True
         plan = self._scheduler.plan(purge, audit)
         assert plan is not None, "a plan with an order is never empty"
-        return self._step(plan)
+        evidence = self._step(plan)
+        self._asking_ranks = False
+        return evidence
 
     def _take_calls(self, block: bool) -> None:
         """Run what was handed over; waits for the first call (at most one second) when there is no work."""
@@ -157,15 +178,17 @@ class Engine:
                 continue
             try:
                 future.set_result(function())
-            except ReplicaStopped as error:
-                future.set_exception(error)
-                raise
-            except Exception as error:  # noqa: BLE001 - handed to the caller through its future
-                future.set_exception(error)
+            except Exception as error:
+                future.set_exception(
+                    error
+                )  # handed to its caller, and the replica's end if a step was half done
+                if self._asking_ranks or isinstance(error, ReplicaStopped):
+                    raise
 
     def _end(self) -> None:
         failure = self._failure or ReplicaStopped("the replica was stopped")
-        self._stopping = True
+        with self._handing_over:
+            self._stopping = True  # what was handed over is in the inbox now, and nothing follows
         self._scheduler.fail_all(Failed(failure.kind, str(failure)))
         while True:
             try:

@@ -1,51 +1,84 @@
-"""The fleet a revocation acts on, over Ray actor handles.
+"""The fleet a revocation acts on, over Ray actors found by name.
 
-Owns the handles of replicas, workers, coordinator and gateways. It carries calls and turns a lost actor into
-``FleetUnreachable``; it decides nothing (the order of a revocation is namespace/revocation.py's).
+It carries calls and turns a lost actor into ``FleetUnreachable``; it decides nothing (the order of a revocation is
+namespace/revocation.py's) and remembers nothing that a restart would miss.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from copyhold.namespace.errors import FleetUnreachable
-from copyhold.namespace.records import GatewayAcknowledgement, RankEvidence
+from copyhold.namespace.records import GatewayAcknowledgement, IncarnationRecord, RankEvidence
 from copyhold.namespace.sessions import SessionStore
 
-_A = TypeVar("_A")
+from .names import COORDINATOR, GATEWAY, RAY_NAMESPACE, worker_name
 
 
 class RayFleet:
-    """``namespace.revocation.Fleet`` over actors."""
+    """``namespace.revocation.Fleet`` over actors, found by name so that a restarted authority finds them again.
 
-    def __init__(self, sessions: SessionStore) -> None:
+    ``members`` yields the incarnations that may still run, as the authority's store knows them.
+    """
+
+    def __init__(self, members: Callable[[], list[IncarnationRecord]], sessions: SessionStore) -> None:
+        self._members = members
         self._sessions = sessions
-        self._replicas: dict[str, Any] = {}
-        self._workers: list[Any] = []
-        self._coordinator: Any = None
-        self._gateways: dict[str, Any] = {}
+        self._handles: dict[str, Any] = {}
 
-    def attach(self, replicas: dict[str, Any], workers: list[Any], coordinator: Any) -> None:
-        """Replicas by incarnation, their workers, and the coordinator."""
-        self._replicas.update(replicas)
-        self._workers = list(workers)
-        self._coordinator = coordinator
+    def _handle(self, name: str) -> Any:
+        """The actor of that name. Raises ``FleetUnreachable`` when there is none."""
+        if name not in self._handles:
+            try:
+                self._handles[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+            except ValueError as error:
+                raise FleetUnreachable(name, "there is no such actor") from error
+        return self._handles[name]
 
-    def attach_gateway(self, name: str, gateway: Any) -> None:
-        """One more gateway."""
-        self._gateways[name] = gateway
+    async def _ask(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call an actor. Raises ``FleetUnreachable`` when it is gone, or when the call failed on it."""
+        try:
+            return await getattr(self._handle(name), method).remote(*arguments)
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise FleetUnreachable(name, f"{type(cause).__name__}: {cause}") from error
+        except RayActorError as error:
+            self._handles.pop(name, None)
+            raise FleetUnreachable(name, type(error).__name__) from error
+
+    async def _ask_each(self, names: Sequence[str], method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Call every actor at once; one that does not answer is reported as a failure."""
+
+        async def one(name: str) -> dict[str, Any]:
+            try:
+                return msgspec.to_builtins(await self._ask(name, method, *arguments))
+            except FleetUnreachable as error:
+                return {"name": name, "serving": False, "failure": error.detail}
+
+        return list(await asyncio.gather(*(one(name) for name in names)))
+
+    def _replicas(self) -> list[str]:
+        return [member.incarnation for member in self._members()]
 
     # -- revocation ---------------------------------------------------------------------------------------------
 
     async def incarnations(self) -> Sequence[str]:
-        """Incarnations that can be reached."""
-        return tuple(self._replicas)
+        """Incarnations that can be reached now."""
+        found = []
+        for name in self._replicas():
+            try:
+                self._handle(name)
+            except FleetUnreachable:
+                continue
+            found.append(name)
+        return found
 
     async def advance_floor(self, incarnation: str, namespace: str, generation_new: int) -> None:
         """Fence older generations on one replica and all its ranks."""
@@ -65,16 +98,12 @@ class RayFleet:
 
     async def drop_routes(self, namespace: str, generation_new: int) -> None:
         """Forget routing entries below the floor."""
-        await _answered("coordinator", self._coordinator.drop_routes.remote(namespace, generation_new))
+        await self._ask(COORDINATOR, "drop_routes", namespace, generation_new)
 
     async def close_streams(self, namespace: str, generation_new: int) -> tuple[GatewayAcknowledgement, ...]:
-        """Every gateway's word that no stream below the floor is open."""
-
-        async def close(name: str, gateway: Any) -> GatewayAcknowledgement:
-            closed = await _answered(name, gateway.close_streams.remote(namespace, generation_new))
-            return GatewayAcknowledgement(name, closed, time.time())
-
-        return tuple(await asyncio.gather(*(close(name, gw) for name, gw in self._gateways.items())))
+        """The gateway's word that no stream below the floor is open."""
+        closed = await self._ask(GATEWAY, "close_streams", namespace, generation_new)
+        return (GatewayAcknowledgement(GATEWAY, closed, time.time()),)
 
     async def delete_session_state(self, namespace: str, generation: int) -> None:
         """Delete session records of a generation and rewrite their store's file."""
@@ -84,63 +113,26 @@ class RayFleet:
 
     async def replica_status(self) -> list[dict[str, Any]]:
         """Status of every replica; a lost one says so."""
-
-        async def status(incarnation: str, replica: Any) -> dict[str, Any]:
-            try:
-                return await _answered(incarnation, replica.status.remote())
-            except FleetUnreachable as error:
-                return {"incarnation": incarnation, "serving": False, "failure": error.detail}
-
-        return list(
-            await asyncio.gather(*(status(name, replica) for name, replica in self._replicas.items()))
-        )
+        return await self._ask_each(self._replicas(), "status")
 
     async def worker_status(self) -> list[dict[str, Any]]:
         """Position of every rank; a lost one says so."""
-
-        async def status(number: int, worker: Any) -> dict[str, Any]:
-            try:
-                return msgspec.to_builtins(await _answered(f"rank {number}", worker.status.remote()))
-            except FleetUnreachable as error:
-                return {"rank": number, "failure": error.detail}
-
-        return list(await asyncio.gather(*(status(n, worker) for n, worker in enumerate(self._workers))))
+        names = [worker_name(m.incarnation, rank) for m in self._members() for rank in range(m.ranks)]
+        return await self._ask_each(names, "status")
 
     async def coordinator_status(self) -> dict[str, Any]:
         """Size and version of the routing index."""
-        try:
-            return await _answered("coordinator", self._coordinator.status.remote())
-        except FleetUnreachable as error:
-            return {"failure": error.detail}
+        return (await self._ask_each([COORDINATOR], "status"))[0]
 
     async def pools(self) -> list[dict[str, Any]]:
-        """Gauges of every replica."""
-        return [await self._ask(incarnation, "pool") for incarnation in self._replicas]
+        """Gauges of every replica. Raises ``FleetUnreachable``."""
+        return [await self._ask(incarnation, "pool") for incarnation in self._replicas()]
 
     async def audit_kv(self, namespace: str, samples: int) -> list[dict[str, Any]]:
-        """Every rank's comparison, over all replicas."""
-        found = [
-            await self._ask(incarnation, "audit_kv", namespace, samples) for incarnation in self._replicas
-        ]
+        """Every rank's comparison, over all replicas. Raises ``FleetUnreachable``."""
+        found = [await self._ask(name, "audit_kv", namespace, samples) for name in self._replicas()]
         return [rank for ranks in found for rank in ranks]
 
     async def drain(self) -> list[dict[str, Any]]:
-        """Stop admission everywhere."""
-        return [await self._ask(incarnation, "drain") for incarnation in self._replicas]
-
-    async def _ask(self, incarnation: str, method: str, *arguments: Any) -> Any:
-        replica = self._replicas.get(incarnation)
-        if replica is None:
-            raise FleetUnreachable(incarnation, "no such replica is attached")
-        return await _answered(incarnation, getattr(replica, method).remote(*arguments))
-
-
-async def _answered(member: str, call: Awaitable[_A]) -> _A:
-    """The answer of an actor call. Raises ``FleetUnreachable`` for a dead actor and for a call that failed on it."""
-    try:
-        return await call
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, Exception) else error
-        raise FleetUnreachable(member, f"{type(cause).__name__}: {cause}") from error
-    except RayActorError as error:
-        raise FleetUnreachable(member, type(error).__name__) from error
+        """Stop admission everywhere. Raises ``FleetUnreachable``."""
+        return [await self._ask(incarnation, "drain") for incarnation in self._replicas()]

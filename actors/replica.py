@@ -8,6 +8,7 @@ registration with the authority and the loss of its lease; after that it admits 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -36,6 +37,9 @@ from .routing import DIGEST_EVERY_TOKENS
 from .scheduler import Scheduler, StepBudget
 from .submission import Entry, Submission
 from .transport import StepListener
+
+_SLOW_STEP_S = 8.0
+"""A step older than this turns health bad before the step's own timeout ends the replica."""
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
@@ -69,6 +73,7 @@ class Replica:
         self._lease = LeaseHolder(spec.incarnation)
         self._sessions = SessionStore.connect(spec.sessions_store)
         self._entries: dict[str, Entry] = {}
+        self._routable: dict[tuple[str, int], dict[bytes, int]] = {}
         self._secrets: dict[str, bytes] = {}
         self._engine: Engine | None = None
         self._draining = False
@@ -79,9 +84,9 @@ class Replica:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    async def listening(self) -> bool:
-        """Answers once the step channel can be connected to."""
-        return True
+    async def listening(self) -> int:
+        """Answers once the step channel can be connected to; the process id."""
+        return os.getpid()
 
     async def start(self, authority: Any, coordinator: Any, rank_public_keys: tuple[str, ...]) -> None:
         """Take the ranks' connections, register the incarnation, take the first lease and begin to serve."""
@@ -175,6 +180,8 @@ class Replica:
     async def advance_floor(self, namespace: str, generation: int) -> int:
         """Fence older generations; returns the number of requests still running below the floor."""
         self._lease.raise_floor(namespace, generation)
+        for key in [key for key in self._routable if key[0] == namespace and key[1] < generation]:
+            del self._routable[key]
         call = self._serving_engine().call(lambda: self._scheduler.advance_floor(namespace, generation))
         return await asyncio.wrap_future(call)
 
@@ -204,12 +211,18 @@ class Replica:
         engine = self._engine
         if engine is None or engine.failure is not None:
             failure = "starting" if engine is None else str(engine.failure)
-            return {"replica": self._spec.name, "serving": False, "failure": failure}
+            return {
+                "replica": self._spec.name,
+                "incarnation": self._spec.incarnation,
+                "serving": False,
+                "failure": failure,
+            }
         running, waiting = self._scheduler.counts()
         return {
             "replica": self._spec.name,
             "incarnation": self._spec.incarnation,
-            "serving": self._lease.holds(time.monotonic()) and not self._draining,
+            "serving": self._serving(),
+            "step_age_s": round(engine.step_age_s(), 3),
             "failure": self._lease_refusal,
             "running": running,
             "waiting": waiting,
@@ -246,6 +259,13 @@ class Replica:
         ]
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _serving(self) -> bool:
+        """Whether a request sent now would be admitted and computed."""
+        engine = self._engine
+        if engine is None or engine.failure is not None or self._draining:
+            return False
+        return self._lease.holds(time.monotonic()) and engine.step_age_s() < _SLOW_STEP_S
 
     def _serving_engine(self) -> Engine:
         if self._engine is None:
@@ -313,6 +333,7 @@ class Replica:
         chain = chain_digests(secret, tokens, DIGEST_EVERY_TOKENS)
         digests = [(digest, (number + 1) * DIGEST_EVERY_TOKENS) for number, digest in enumerate(chain)]
         scope = entry.scope
+        self._routable.setdefault((scope.namespace, scope.generation), {}).update(digests)
         self._coordinator.publish.remote(scope.namespace, scope.generation, self._spec.incarnation, digests)
 
     def _pool_snapshot(self) -> dict[str, Any]:
@@ -337,10 +358,22 @@ class Replica:
             await asyncio.sleep(self._renew_every_s)
             try:
                 await self._renew()
-                running, waiting = self._scheduler.counts()
-                await self._coordinator.report_load.remote(self._spec.incarnation, running, waiting)
+                await self._report_to_coordinator()
             except (NamespaceError, RayError) as error:
                 self._lease_refusal = f"{type(error).__name__}: {error}"
+
+    async def _report_to_coordinator(self) -> None:
+        """Load; and after a restart of the coordinator, everything it forgot."""
+        running, waiting = self._scheduler.counts()
+        incarnation = self._spec.incarnation
+        if await self._coordinator.report_load.remote(incarnation, running, waiting):
+            return
+        await self._coordinator.attach.remote(self._spec.name, incarnation)
+        for (namespace, generation), digests in list(self._routable.items()):
+            if self._lease.floors.admits(namespace, generation):
+                await self._coordinator.publish.remote(
+                    namespace, generation, incarnation, list(digests.items())
+                )
 
     async def _renew(self) -> None:
         sequence = self._lease.begin_renewal(time.monotonic())

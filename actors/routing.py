@@ -17,12 +17,18 @@ DIGEST_EVERY_TOKENS = 256
 
 
 class ReplicaEntry(msgspec.Struct):
-    """A live replica and its last reported load."""
+    """A live replica, its last reported load and what was routed to it since."""
 
     replica: str
     incarnation: str
     running: int = 0
     waiting: int = 0
+    routed: int = 0
+
+    @property
+    def load(self) -> int:
+        """Requests it has or will have."""
+        return self.running + self.waiting + self.routed
 
 
 class _Key(msgspec.Struct, frozen=True):
@@ -55,11 +61,17 @@ class RoutingIndex:
             }
             self.version += 1
 
-    def report_load(self, incarnation: str, running: int, waiting: int) -> None:
-        """Load of a live replica; reports of a dead one are ignored by incarnation."""
+    def report_load(self, incarnation: str, running: int, waiting: int) -> bool:
+        """Load of an attached replica; ``False`` and ignored when it is not attached."""
         entry = self._replicas.get(incarnation)
-        if entry is not None:
-            entry.running, entry.waiting = running, waiting
+        if entry is None:
+            return False
+        entry.running, entry.waiting, entry.routed = running, waiting, 0
+        return True
+
+    def attached(self) -> list[str]:
+        """Incarnations that can be routed to."""
+        return sorted(self._replicas)
 
     def publish(
         self, namespace: str, generation: int, incarnation: str, digests: Sequence[tuple[bytes, int]]
@@ -95,12 +107,13 @@ class RoutingIndex:
                 if tokens is None:
                     break
                 hit_tokens = tokens
-            rank = (-hit_tokens, entry.running + entry.waiting, entry.replica)
+            rank = (-hit_tokens, entry.load, entry.replica)
             if best is None or rank < best:
                 best, chosen = rank, (entry, hit_tokens)
         if chosen is None:
             return None
         entry, hit_tokens = chosen
+        entry.routed += 1
         return RouteReceipt(
             entry.replica, entry.incarnation, self.version, hit_tokens, now_s + self._route_lifetime_s
         )

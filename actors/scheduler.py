@@ -211,6 +211,13 @@ class Scheduler:
         self._step += 1
         return plan
 
+    def heartbeat(self) -> StepPlan:
+        """A plan that asks every rank for its position and nothing else; for an idle replica."""
+        plan = StepPlan(self._genesis.incarnation, self._step, self._sent_index, ())
+        self.agreement.expect(self._ledger.log_index, self._ledger.machine_digest)
+        self._step += 1
+        return plan
+
     def complete(self, plan: StepPlan, evidence: Sequence[StepEvidence], now_s: float) -> None:
         """Take every rank's evidence for ``plan``; tokens leave only if all agree.
 

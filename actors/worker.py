@@ -61,6 +61,10 @@ class TPWorker:
         self._failure = ""
         self._kernel_compilations = 0
 
+    def pid(self) -> int:
+        """The actor's process id."""
+        return os.getpid()
+
     def load(self) -> str:
         """Map the pool and start the rank's ledger; returns the rank's public key in hexadecimal."""
         import torch

@@ -28,6 +28,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host: Annotated[str, _bounded("", "Address the tenant port listens on.")] = "127.0.0.1"
     port: Annotated[int, _bounded("", "Tenant port; 0 takes any free one.", 0, 65535)] = 8000
     tp: Annotated[int, _bounded("ranks", "Tensor-parallel ranks.", 1, 8)] = 2
+    replicas: Annotated[
+        int, _bounded("replicas", "Replicas, each with ranks and pools of its own.", 1, 64)
+    ] = 1
     model: Annotated[
         str,
         _bounded(

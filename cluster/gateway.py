@@ -29,7 +29,6 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     """Where the gateway listens and what it fronts."""
 
     host: str
-    port: int
     admin_socket: str
     model_path: str
     model_name: str
@@ -47,11 +46,17 @@ class Gateway:
         self._authority = authority
         self._coordinator = coordinator
         self._open_streams = OpenStreams()
+        self._port = 0
         self._servers: list[uvicorn.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> int:
-        """Listen; returns the tenant port. Raises ``OSError`` when the port is taken."""
+    async def start(self, port: int) -> int:
+        """Listen on ``port`` (0: any); returns the port. One that listens already is left alone.
+
+        Raises: ``OSError`` when the port is taken.
+        """
+        if self._servers:
+            return self._port
         spec = self._spec
         tokenizer = ChatTokenizer.load(Path(spec.model_path))
         backend = RayTenantBackend(
@@ -62,11 +67,11 @@ class Gateway:
         )
         settings = GatewaySettings(max_tokens_default=spec.max_tokens_default)
         tenant_app = create_tenant_app(backend, tokenizer, model, settings, self._open_streams)
-        tenant_socket = socket.create_server((spec.host, spec.port), reuse_port=False)
-        port = int(tenant_socket.getsockname()[1])
+        tenant_socket = socket.create_server((spec.host, port), reuse_port=False)
+        self._port = int(tenant_socket.getsockname()[1])
         await self._serve(tenant_app, tenant_socket)
         await self._serve(create_admin_app(RayAdminBackend(self._authority)), self._bind_admin())
-        return port
+        return self._port
 
     async def close_streams(self, namespace: str, below_generation: int) -> int:
         """Close every stream of older generations; returns once none is open."""
@@ -99,6 +104,7 @@ class Gateway:
             await asyncio.sleep(0.005)
 
     def _bind_admin(self) -> socket.socket:
+        Path(self._spec.admin_socket).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:

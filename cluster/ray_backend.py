@@ -25,6 +25,8 @@ from copyhold.namespace.authority import Authorization
 from copyhold.namespace.errors import NamespaceError
 from copyhold.namespace.sessions import SessionStore
 
+_READY_TIMEOUT_S = 4.0
+
 
 class RayGeneration:
     """One running request on a replica actor."""
@@ -86,7 +88,7 @@ class RayTenantBackend:
             max_new_tokens=max_new_tokens,
             stop_token_ids=stop_token_ids,
         )
-        replica = self._replica(route.replica)
+        replica = self._replica(route.incarnation)
         stream = replica.generate.options(num_returns="streaming").remote(request)
         return RayGeneration(replica, request_id, stream)
 
@@ -99,8 +101,10 @@ class RayTenantBackend:
     async def ready(self) -> bool:
         """Whether some replica serves now."""
         try:
-            return await self._authority.serving.remote()
-        except RayError:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                await self._coordinator.status.remote()
+                return await self._authority.serving.remote()
+        except (RayError, TimeoutError):
             return False
 
     async def _route(self, authorization: Authorization, tokens: bytes) -> RouteReceipt:

@@ -1,0 +1,147 @@
+"""Starting and ending one replica incarnation: its placement group, its ranks, the replica actor.
+
+Owns the order: ranks map their pools and join their process group, all run a warm-up step, the replica listens, ranks
+connect, the incarnation registers and takes its first lease. An incarnation that could not be started leaves no actor.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from copyhold.actors.names import replica_name, worker_name
+from copyhold.actors.replica import Replica, ReplicaSpec
+from copyhold.actors.worker import TPWorker, WorkerSpec
+from copyhold.actors.world import world_of
+from copyhold.models.manifest import ConvertedCheckpoint
+from copyhold.namespace.authority import ClusterIdentity
+
+from .config import Config
+from .launch import LaunchSpec
+from .processes import ProcessIdentity, end_processes, identity
+
+_START_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 10.0
+
+
+@dataclass
+class RunningReplica:
+    """One incarnation's actors and processes."""
+
+    number: int
+    incarnation: str
+    group: Any
+    workers: list[Any] = field(default_factory=list)
+    replica: Any = None
+    processes: list[ProcessIdentity] = field(default_factory=list)
+
+
+class ReplicaStarter:
+    """Starts incarnations of one server's replicas."""
+
+    def __init__(self, ray: Any, spec: LaunchSpec, checkpoint: ConvertedCheckpoint, model_name: str) -> None:
+        self._ray = ray
+        self._spec = spec
+        self._config: Config = spec.config
+        self._checkpoint = checkpoint
+        self._model_name = model_name
+        self._max_model_len = min(self._config.max_model_len, checkpoint.config.max_positions)
+
+    def start(
+        self, number: int, cluster: ClusterIdentity, authority: Any, coordinator: Any
+    ) -> RunningReplica:
+        """Start a new incarnation of replica ``number``; it serves when this returns."""
+        incarnation = f"{replica_name(number)}-{secrets.token_hex(4)}"
+        tp = self._config.tp
+        group = placement_group([{"CPU": 1}] * (tp + 1), strategy="STRICT_PACK")
+        running = RunningReplica(number, incarnation, group)
+        try:
+            self._get(group.ready())
+            keys = self._start_ranks(running)
+            self._start_replica(running, cluster)
+            starting = running.replica.start.remote(authority, coordinator, keys)
+            self._get([worker.serve.remote() for worker in running.workers])
+            self._get(starting)
+        except BaseException:
+            self.end(running)
+            raise
+        return running
+
+    def end(self, running: RunningReplica) -> str:
+        """Kill an incarnation's actors and wait for their processes; returns the proof that they are gone."""
+        for actor in [running.replica, *running.workers]:
+            if actor is not None:
+                self._ray.kill(actor)
+        left = end_processes(lambda: {p for p in running.processes if p.alive}, 2.0, _END_TIMEOUT_S)
+        remove_placement_group(running.group)
+        Path(self._channel_path(running.incarnation)).unlink(missing_ok=True)
+        if left:
+            raise TimeoutError(f"processes {sorted(p.pid for p in left)} of {running.incarnation} do not end")
+        return f"processes {sorted(p.pid for p in running.processes)} of {running.incarnation} are gone"
+
+    def _start_ranks(self, running: RunningReplica) -> tuple[str, ...]:
+        config = self._config
+        for rank in range(config.tp):
+            spec = WorkerSpec(
+                rank=rank,
+                ranks=config.tp,
+                incarnation=running.incarnation,
+                model_path=str(self._checkpoint.path),
+                block_size=config.block_size,
+                num_blocks=config.pool_tokens // config.block_size,
+                threads=config.threads_per_rank,
+                max_step_tokens=config.step_budget_tokens,
+                collective_timeout_s=config.collective_timeout_s,
+                channel_path=self._channel_path(running.incarnation),
+            )
+            options = self._options(running, rank + 1) | {"max_concurrency": 2}
+            name = worker_name(running.incarnation, rank)
+            running.workers.append(self._ray.remote(TPWorker).options(name=name, **options).remote(spec))
+        self._note_processes(running, self._get([worker.pid.remote() for worker in running.workers]))
+        keys = tuple(self._get([worker.load.remote() for worker in running.workers]))
+        port = self._get(running.workers[0].open_store.remote())
+        self._get([worker.join.remote(port) for worker in running.workers])
+        self._get([worker.warm_up.remote() for worker in running.workers])
+        return keys
+
+    def _start_replica(self, running: RunningReplica, cluster: ClusterIdentity) -> None:
+        config = self._config
+        spec = ReplicaSpec(
+            name=replica_name(running.number),
+            incarnation=running.incarnation,
+            ranks=config.tp,
+            world=world_of(self._checkpoint, config.block_size),
+            model=self._model_name,
+            block_size=config.block_size,
+            num_blocks=config.pool_tokens // config.block_size,
+            max_requests=config.max_requests,
+            max_model_len=self._max_model_len,
+            step_tokens=config.step_budget_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            channel_path=self._channel_path(running.incarnation),
+            step_timeout_s=config.collective_timeout_s,
+            cluster=cluster,
+            sessions_store=self._spec.sessions_socket,
+            receipt_ttl_s=config.receipt_ttl_s,
+        )
+        options = self._options(running, 0) | {"max_concurrency": 1000}
+        running.replica = self._ray.remote(Replica).options(name=running.incarnation, **options).remote(spec)
+        self._note_processes(running, [self._get(running.replica.listening.remote())])
+
+    def _options(self, running: RunningReplica, bundle: int) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(running.group, bundle)
+        return {"num_cpus": 1, "scheduling_strategy": strategy}
+
+    def _note_processes(self, running: RunningReplica, pids: list[int]) -> None:
+        running.processes += [found for found in map(identity, pids) if found is not None]
+
+    def _get(self, calls: Any) -> Any:
+        return self._ray.get(calls, timeout=_START_TIMEOUT_S)
+
+    def _channel_path(self, incarnation: str) -> str:
+        return str(Path(self._spec.run_dir) / f"{incarnation}.sock")
