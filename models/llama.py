@@ -1,13 +1,14 @@
-"""Owns one tensor-parallel rank of a Llama: the forward pass over a paged pool, and the greedy choice.
+"""Owns one tensor-parallel rank of a Llama: the forward pass over a paged pool, and the choice of tokens.
 
 Invariant: all ranks make the same collective calls in the same order for equal batches: one all-reduce for
-the embedding, two per layer, one gather per greedy choice. A batch is checked before the first K/V row is
-written.
+the embedding, two per layer, one gather for the greedy rows, one for the drawn rows. A batch is checked before
+the first K/V row is written.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ from .collective import Collective
 from .config import ModelConfig
 from .errors import NonFiniteLogits, PositionOutOfRange, TokenOutOfVocabulary
 from .partition import RankPartition
+from .partition import partition as partitions_of
 from .rope import rope_tables
+from .sampling import RowDraw, sample_token
 from .scratch import Scratch
 from .weights import load_weights
 
@@ -52,6 +55,7 @@ class LlamaShard:
         self.partition = partition
         self.pool = pool
         self.collective = collective
+        self._vocab_sizes = [len(part.vocab) for part in partitions_of(config, partition.tp_size)]
         self._weights = load_weights(shard_path, config, partition)
         cos, sin = rope_tables(config)
         self._cos, self._sin = cos.numpy(), sin.numpy()
@@ -115,6 +119,35 @@ class LlamaShard:
             raise NonFiniteLogits("a row's best logit is not a number")
         winner = pairs[:, 0].argmax(axis=0)
         return pairs[winner, 1, np.arange(pairs.shape[2])].astype(np.int64)
+
+    def choose(self, logits: torch.Tensor, draws: Sequence[RowDraw] = ()) -> np.ndarray:
+        """Ids `[L]` int64: the rows that `draws` name are drawn, the others are greedy.
+
+        Every rank computes the same ids, since all of them hold the same bits of a drawn row after the gather.
+
+        Raises: `NonFiniteLogits`, `CollectiveError`.
+        """
+        if not draws:
+            return self.greedy(logits)
+        drawn = np.array([draw.row for draw in draws], dtype=np.int64)
+        rest = np.setdiff1d(np.arange(logits.shape[0]), drawn)
+        chosen = np.empty(logits.shape[0], dtype=np.int64)
+        chosen[rest] = self.greedy(logits[torch.from_numpy(rest)])
+        rows = self.full_rows(logits[torch.from_numpy(drawn)])
+        for draw, row in zip(draws, rows, strict=True):
+            chosen[draw.row] = sample_token(row, draw.params, draw.position)
+        return chosen
+
+    def full_rows(self, logits: torch.Tensor) -> np.ndarray:
+        """Logits `[R, vocab]` float32 of every rank's `[R, local_vocab]`, gathered at the widest shard's width.
+
+        Raises: `CollectiveError`.
+        """
+        padded = logits.new_zeros((logits.shape[0], max(self._vocab_sizes)))
+        padded[:, : logits.shape[1]] = logits
+        parts = self.collective.all_gather(padded)
+        trimmed = [part[:, :size] for part, size in zip(parts, self._vocab_sizes, strict=True)]
+        return torch.cat(trimmed, dim=1).numpy()
 
     def _check_ids(self, batch: StepBatch) -> None:
         tokens, positions = batch.tokens, batch.positions
