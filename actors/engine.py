@@ -101,6 +101,10 @@ class Engine:
         """Release a request's blocks; a request that has ended is left alone."""
         return self.call(lambda: self._scheduler.cancel(entry))
 
+    def finish(self, entry: Entry, completion_tokens: int) -> Future[None]:
+        """End a request whose client has what it wanted; one that has ended is left alone."""
+        return self.call(lambda: self._scheduler.finish(entry, completion_tokens))
+
     def purge(self, order: PurgeOrder) -> Future[list[StepEvidence]]:
         """Evidence of every rank for ``order``; the requests below the floor must have been ended before."""
         return self.call(lambda: self._ask_ranks(purge=order))

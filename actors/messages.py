@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from copyhold.models.sampling import GREEDY, SamplingParams
 from copyhold.namespace.grants import Grant
 
 
@@ -29,7 +30,7 @@ class RouteReceipt(msgspec.Struct, frozen=True):
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One verified prompt on its way to a replica.
 
-    ``tokens`` is int32 little-endian; ``secret`` is the generation's K(ns, g), never stored.
+    ``tokens`` is int32 little-endian; ``secret`` is the generation's K(ns, g), never stored; nor is the seed.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     tokens: bytes
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
+    sampling: SamplingParams = GREEDY
 
 
 class ReuseReceipt(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from copyhold.kvcore.commands import Command
+from copyhold.models.sampling import SamplingParams
 from copyhold.namespace.records import RankEvidence
 
 
@@ -32,11 +33,21 @@ class KVAuditOrder(msgspec.Struct, frozen=True, array_like=True):
     positions: tuple[int, ...]
 
 
+class Draw(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled row that is not greedy: ``sample[index]`` is its row in the dispatch.
+
+    The position of the draw is not sent: it is where the row's span ends, so a replay draws the same number.
+    """
+
+    index: int
+    params: SamplingParams
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One message to every rank.
 
     ``commands`` continue the log at ``first_log_index``. If the last of them is a Dispatch, its rows are computed and
-    the rows at the indices ``sample`` yield one token each.
+    the rows at the indices ``sample`` yield one token each, greedy unless ``draws`` says how it is drawn.
     """
 
     incarnation: str
@@ -46,6 +57,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     sample: tuple[int, ...] = ()
     purge: PurgeOrder | None = None
     audit: KVAuditOrder | None = None
+    draws: tuple[Draw, ...] = ()
 
 
 class KVAuditResult(msgspec.Struct, frozen=True, array_like=True):

@@ -18,10 +18,11 @@ from copyhold.kvcore.commands import Dispatch
 from copyhold.kvcore.ledger import Ledger
 from copyhold.models.llama import LlamaShard
 from copyhold.models.oneshot import audit_kv
+from copyhold.models.sampling import RowDraw, SamplingParams
 from copyhold.namespace.certificate import RankSigner
 
 from .errors import RanksDiffer
-from .plan import KVAuditOrder, KVAuditResult, StepEvidence, StepPlan
+from .plan import Draw, KVAuditOrder, KVAuditResult, StepEvidence, StepPlan
 from .scrubbing import Scrubber
 
 
@@ -58,7 +59,7 @@ class Rank:
         digest = self._ledger.machine_digest
         tokens: tuple[int, ...] = ()
         if plan.commands and isinstance(plan.commands[-1], Dispatch):
-            tokens = self._compute(plan.commands[-1], plan.sample)
+            tokens = self._compute(plan.commands[-1], plan.sample, plan.draws)
         return StepEvidence(
             incarnation=self._incarnation,
             step=plan.step,
@@ -75,10 +76,16 @@ class Rank:
             audit=None if plan.audit is None else self._audit(plan.audit),
         )
 
-    def _compute(self, dispatch: Dispatch, sample: tuple[int, ...]) -> tuple[int, ...]:
+    def _compute(
+        self, dispatch: Dispatch, sample: tuple[int, ...], draws: tuple[Draw, ...]
+    ) -> tuple[int, ...]:
         batch = step_batch(self._ledger, dispatch, sample, self._pool.block_size)
         logits = self._shard.forward(batch)
-        return tuple(int(token) for token in self._shard.greedy(logits)) if sample else ()
+        if not sample:
+            return ()
+        ends = [dispatch.rows[row].start + dispatch.rows[row].count for row in sample]
+        drawn = [RowDraw(draw.index, ends[draw.index], draw.params) for draw in draws]
+        return tuple(int(token) for token in self._shard.choose(logits, drawn))
 
     def _audit(self, order: KVAuditOrder) -> KVAuditResult:
         found = audit_kv(
@@ -123,7 +130,10 @@ def step_batch(ledger: Ledger, dispatch: Dispatch, sample: tuple[int, ...], bloc
 
 
 def warm_up_step(shard: LlamaShard) -> None:
-    """One computed step on block 0, which is zeroed again: allocator, threads and collective have all run once."""
+    """One computed step on block 0, which is zeroed again: allocator, threads and collective have all run once.
+
+    Its last row is chosen both ways, greedy and drawn.
+    """
     count = min(shard.pool.block_size, 4)
     rows = np.arange(count, dtype=np.int64)
     batch = StepBatch(
@@ -135,5 +145,7 @@ def warm_up_step(shard: LlamaShard) -> None:
         block_tables=np.zeros((1, 1), dtype=np.int32),
         logit_rows=np.array([count - 1], dtype=np.int64),
     )
-    shard.greedy(shard.forward(batch))
+    logits = shard.forward(batch)
+    shard.choose(logits)
+    shard.choose(logits, [RowDraw(0, count, SamplingParams(1.0, 0.5))])
     shard.pool.zero_blocks([0])

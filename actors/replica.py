@@ -30,7 +30,7 @@ from copyhold.namespace.sessions import SessionStore
 from .engine import Engine
 from .errors import ActorError, InvalidRequest, ReplicaStopped
 from .executor import ChannelExecutor
-from .messages import Admitted, Failed, Finished, GenerateRequest, StreamItem
+from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
 from .plan import KVAuditOrder, PurgeOrder
 from .receipt_store import keep_receipt
 from .routing import DIGEST_EVERY_TOKENS
@@ -175,6 +175,16 @@ class Replica:
         if entry is not None:
             self._serving_engine().cancel(entry)
 
+    async def finish(self, request_id: str, completion_tokens: int) -> None:
+        """End a request as stopped after that many tokens; unknown or ended requests are left alone."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            await asyncio.wrap_future(self._serving_engine().finish(entry, completion_tokens))
+
+    async def amend(self, request: GenerateRequest, receipt: ReuseReceipt) -> None:
+        """Keep the receipt of a request that came to its own end before ``finish`` reached it."""
+        await self._keep_receipts(request, [Finished(receipt.finish_reason, receipt)])
+
     # -- revocation ---------------------------------------------------------------------------------------------
 
     async def advance_floor(self, namespace: str, generation: int) -> int:
@@ -302,6 +312,7 @@ class Replica:
             publish=grant.allows("publish"),
             arrived_at_s=time.monotonic(),
             created_at=time.time(),
+            sampling=request.sampling,
         )
 
     async def _keep_receipts(self, request: GenerateRequest, batch: list[StreamItem]) -> None:

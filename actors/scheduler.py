@@ -39,7 +39,7 @@ from .agreement import Agreement
 from .errors import InvalidRequest, NamespaceRevoked, NoRoom, RanksDiffer
 from .eviction import LruEviction
 from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
-from .plan import KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
+from .plan import Draw, KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
 from .submission import Entry, Submission, first_receipt
 
 _R = TypeVar("_R")
@@ -144,6 +144,17 @@ class Scheduler:
         """The client is gone: its blocks are released with the next plan."""
         entry.cancelled = True
 
+    def finish(self, entry: Entry, completion_tokens: int) -> None:
+        """The client has what it wanted after so many tokens: the request ends as stopped with the next plan.
+
+        Its blocks go as they do at any good end, what it published stays. A request that has ended is left alone.
+
+        Raises: ``InvalidRequest`` for a count it was not sent; nothing changed.
+        """
+        if not 0 < completion_tokens <= entry.emitted:
+            raise InvalidRequest(f"{completion_tokens} of {entry.emitted} sent tokens cannot be all")
+        entry.wanted_tokens = completion_tokens
+
     def advance_floor(self, namespace: str, generation: int) -> int:
         """Fence every older generation of ``namespace``; returns the number of requests still running below it."""
         if generation > self._floors.get(namespace, 0):
@@ -180,12 +191,7 @@ class Scheduler:
 
     def plan(self, purge: PurgeOrder | None = None, audit: KVAuditOrder | None = None) -> StepPlan | None:
         """The next message for every rank, or ``None`` when there is nothing to say."""
-        for entry in [entry for entry in self._running if entry.cancelled]:
-            self._release(entry, "cancel")
-            entry.end(CANCELLED)
-        for entry in [entry for entry in self._waiting if entry.cancelled]:
-            self._waiting.remove(entry)
-            entry.end(CANCELLED)
+        self._end_on_demand()
         self._admit_waiting()
         if purge is None and audit is None:
             self._dispatch()
@@ -204,6 +210,7 @@ class Scheduler:
             sample,
             purge,
             audit,
+            self._draws(sample),
         )
         self.agreement.expect(self._ledger.log_index, self._ledger.machine_digest)
         self._sent_index = self._ledger.log_index
@@ -239,6 +246,22 @@ class Scheduler:
         self._publish([entry for entry, _ in dispatched])
         for index, token in sampled:
             self._take_token(dispatched[index][0], token, now_s)
+
+    def _end_on_demand(self) -> None:
+        """End what its client cancelled, or has had enough of."""
+        for entry in [entry for entry in self._running if entry.cancelled]:
+            self._release(entry, "cancel")
+            entry.end(CANCELLED)
+        for entry in [entry for entry in self._waiting if entry.cancelled]:
+            self._waiting.remove(entry)
+            entry.end(CANCELLED)
+        for entry in (*self._running, *self._waiting):
+            if entry.wanted_tokens is not None:
+                self._finish(entry, "stop", entry.wanted_tokens)
+
+    def _draws(self, sample: tuple[int, ...]) -> tuple[Draw, ...]:
+        asked = [self._dispatched[row][0].submission.sampling for row in sample]
+        return tuple(Draw(index, params) for index, params in enumerate(asked) if not params.greedy)
 
     # -- admission ----------------------------------------------------------------------------------------------
 
@@ -388,13 +411,17 @@ class Scheduler:
             entry.put(TokenChunk((token,)))
         limit = min(entry.submission.max_new_tokens, self._genesis.max_model_len - len(entry.prompt))
         if stopped or len(entry.generated) >= limit:
-            self._finish(entry, "stop" if stopped else "length")
+            self._finish(entry, "stop" if stopped else "length", entry.emitted)
 
-    def _finish(self, entry: Entry, reason: str) -> None:
-        self._release(entry, "finish")
+    def _finish(self, entry: Entry, reason: str, completion_tokens: int) -> None:
+        """End well; a preempted request that waits to go on holds nothing to release."""
+        if entry.handle is None:
+            self._waiting.remove(entry)
+        else:
+            self._release(entry, "finish")
         assert entry.receipt is not None, "a finished request was admitted"
         entry.receipt = msgspec.structs.replace(
-            entry.receipt, completion_tokens=entry.emitted, finish_reason=reason
+            entry.receipt, completion_tokens=completion_tokens, finish_reason=reason
         )
         entry.end(Finished(reason, entry.receipt))
 

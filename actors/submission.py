@@ -13,6 +13,7 @@ import numpy as np
 
 from copyhold.kvcore.commands import RequestHandle, Scope
 from copyhold.kvcore.receipts import PrefixMatch
+from copyhold.models.sampling import GREEDY, SamplingParams
 
 from .messages import Failed, Finished, ReuseReceipt, StreamItem
 
@@ -31,10 +32,14 @@ class Submission(msgspec.Struct, frozen=True):
     publish: bool
     arrived_at_s: float
     created_at: float
+    sampling: SamplingParams = GREEDY
 
 
 class Entry:
-    """The scheduler's record of one submission; changed by its scheduler only."""
+    """The scheduler's record of one submission; changed by its scheduler only.
+
+    ``wanted_tokens``: after how many its client said that it has what it wanted.
+    """
 
     __slots__ = (
         "_ended",
@@ -48,6 +53,7 @@ class Entry:
         "receipt",
         "submission",
         "valid_rows",
+        "wanted_tokens",
     )
 
     def __init__(self, submission: Submission, put: Callable[[StreamItem], None]) -> None:
@@ -61,6 +67,7 @@ class Entry:
         self.published_blocks = 0
         self.emitted = 0
         self.cancelled = False
+        self.wanted_tokens: int | None = None
         self._ended = False
 
     @property
