@@ -10,15 +10,25 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from copyhold.actors.messages import ReuseReceipt, StreamItem
+from copyhold.models.sampling import SamplingParams
 from copyhold.namespace.authority import Authorization
 
 
 class Generation(Protocol):
-    """One running request. Iterating yields ``StreamItem``; ``cancel`` is idempotent and frees its blocks."""
+    """One running request. Iterating yields ``StreamItem``; ``cancel`` is idempotent and frees its blocks.
+
+    A caller that needs no more (a stop string matched) calls ``finish`` with the tokens it took and reads on to the
+    last item: a ``Finished`` with that count, or the engine's own if the request had ended before. Then it calls
+    ``amend`` with the receipt that is true for what it took.
+    """
 
     def __aiter__(self) -> AsyncIterator[StreamItem]: ...
 
     async def cancel(self) -> None: ...
+
+    async def finish(self, completion_tokens: int) -> None: ...
+
+    async def amend(self, receipt: ReuseReceipt) -> None: ...
 
 
 class TenantBackend(Protocol):
@@ -37,6 +47,7 @@ class TenantBackend(Protocol):
         tokens: bytes,
         max_new_tokens: int,
         stop_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
     ) -> Generation: ...
 
     async def receipt(self, authorization: Authorization, receipt_id: str) -> ReuseReceipt: ...

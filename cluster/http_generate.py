@@ -1,8 +1,9 @@
 """Generations of one HTTP request: started together, read as text, cancelled together.
 
-Owns the text of an answer (stop tokens taken off, characters never split) and the duty to free blocks.
-Invariant: whatever way a request ends, each generation it started has either delivered its last item or
-been cancelled.
+Owns the text of an answer (stop tokens and stop strings taken off, characters never split) and the duty to
+free blocks. Invariants: whatever way a request ends, each generation it started has either delivered its last
+item or been cancelled; text, token count and finish reason are functions of the token ids alone, however many
+steps brought them and however far the engine ran past a stop string.
 """
 
 from __future__ import annotations
@@ -17,31 +18,43 @@ import numpy as np
 
 from copyhold.actors.errors import ActorError
 from copyhold.actors.messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
+from copyhold.models.sampling import SamplingParams
 from copyhold.models.tokenizer import ChatTokenizer, Detokenizer
 from copyhold.namespace.authority import Authorization
 
 from .backend import Generation, TenantBackend
 from .http_errors import GenerationFailed
+from .http_sampling import StopChoice
+from .http_stop import StopText
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class PromptPlan(msgspec.Struct, frozen=True):
-    """One checked prompt: what the engine is asked for."""
+    """One checked prompt: what the engine is asked for, and which strings end its text."""
 
     tokens: list[int]
     max_new_tokens: int
+    sampling: SamplingParams
+    stop: StopChoice
 
 
 class Answer:
     """The text of one generation, as the engine's steps release it."""
 
-    def __init__(self, generation: Generation, detokenizer: Detokenizer, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        detokenizer: Detokenizer,
+        stop_ids: frozenset[int],
+        stop_text: StopText,
+    ) -> None:
         self._generation = generation
         self._items = aiter(generation)
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
+        self._stop_text = stop_text
         self._receipt: ReuseReceipt | None = None
         self._ended = False
         self._ahead: StreamItem | None = None
@@ -74,16 +87,21 @@ class Answer:
         """New text of the next engine step, perhaps none; the tail last. Raises: GenerationFailed."""
         if self.finish_reason:
             raise StopAsyncIteration
+        if self._stop_text.matched:
+            await self._generation.finish(len(self.token_ids))
+            item = await self._next()
+            while not isinstance(item, Finished):
+                item = await self._next()
+            await self._end(item)
+            return ""
         item, self._ahead = self._ahead or await self._next(), None
         if isinstance(item, TokenChunk):
-            tokens = [token for token in item.tokens if token not in self._stop_ids]
-            self.token_ids += tokens
-            return self._detokenizer.push(tokens)
+            return self._take(item.tokens)
         if not isinstance(item, Finished):
             raise GenerationFailed("internal_error", "the engine admitted one request twice")
-        self._receipt = item.receipt
-        self.finish_reason = item.reason
-        return self._detokenizer.finish()
+        text = self._stop_text.push(self._detokenizer.finish()) + self._stop_text.finish()
+        await self._end(item)
+        return text
 
     async def text(self) -> str:
         """The whole text, from the first step to the end. Raises: GenerationFailed."""
@@ -95,6 +113,32 @@ class Answer:
             return
         self._ended = True
         await _cancel(self._generation)
+
+    def _take(self, tokens: Sequence[int]) -> str:
+        """Token by token, so that the one that completes a stop string is the last that counts."""
+        text = ""
+        for token in tokens:
+            if token in self._stop_ids:
+                continue
+            self.token_ids.append(token)
+            text += self._stop_text.push(self._detokenizer.push((token,)))
+            if self._stop_text.matched:
+                break
+        return text
+
+    async def _end(self, item: Finished) -> None:
+        """Take the last item; the receipt of a text that a stop string ended says so, also in the store.
+
+        The engine may have come to an end of its own while the text was read, and counted further.
+        """
+        receipt = item.receipt
+        if self._stop_text.matched:
+            count = len(self.token_ids)
+            if (receipt.finish_reason, receipt.completion_tokens) != ("stop", count):
+                receipt = msgspec.structs.replace(receipt, finish_reason="stop", completion_tokens=count)
+                await _amend(self._generation, receipt)
+        self._receipt = receipt
+        self.finish_reason = "stop" if self._stop_text.matched else item.reason
 
     async def _next(self) -> StreamItem:
         try:
@@ -156,7 +200,8 @@ class Answers:
         for index, plan in enumerate(plans):
             name = request_id if len(plans) == 1 else f"{request_id}-{index}"
             generation = await self._start_one(plan, name, stop_ids)
-            self._answers.append(Answer(generation, self._tokenizer.detokenizer(), stops))
+            stop_text = StopText(plan.stop.strings, plan.stop.included)
+            self._answers.append(Answer(generation, self._tokenizer.detokenizer(), stops, stop_text))
         await gather_or_cancel([answer.first_step() for answer in self._answers])
 
     async def cancel(self) -> None:
@@ -166,7 +211,9 @@ class Answers:
 
     async def _start_one(self, plan: PromptPlan, request_id: str, stop_ids: tuple[int, ...]) -> Generation:
         tokens = np.asarray(plan.tokens, dtype="<i4").tobytes()
-        call = self._backend.generate(self._authorization, request_id, tokens, plan.max_new_tokens, stop_ids)
+        call = self._backend.generate(
+            self._authorization, request_id, tokens, plan.max_new_tokens, stop_ids, plan.sampling
+        )
         starting = asyncio.ensure_future(call)
         try:
             return await asyncio.shield(starting)
@@ -196,6 +243,14 @@ async def _cancel_on_arrival(starting: asyncio.Future[Generation]) -> None:
         _log.info("a request whose client had gone was not started: %s", type(error).__name__)
         return
     await _cancel(generation)
+
+
+async def _amend(generation: Generation, receipt: ReuseReceipt) -> None:
+    try:
+        await generation.amend(receipt)
+    except ActorError as error:
+        # The answer is whole; what is lost is its record.
+        _log.warning("a receipt could not be amended: %s", error.kind)
 
 
 async def _cancel(generation: Generation) -> None:

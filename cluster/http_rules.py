@@ -2,7 +2,7 @@
 
 Owns the table of parameters that are not part of a request's own values. Invariant: a parameter that would
 change the answer is never ignored silently; it is accepted only at the value that means what the server
-does anyway (greedy, one choice, plain text), and refused by name otherwise.
+does anyway (no bias, one choice, plain text), and refused by name otherwise.
 """
 
 from __future__ import annotations
@@ -78,22 +78,19 @@ def _typed(kind: type, wanted: str) -> Check:
     return check
 
 
-_GREEDY = "only greedy decoding is served today"
+_NO_BIAS = "logits are not biased today"
+_NO_PENALTY = "penalties are not served today"
 _ONE = "one choice per prompt is served today"
 _NO_TOOLS = "tools are not served today"
 _TEXT = "only plain text is served today"
 _UNSUPPORTED = "unsupported_parameter"
 
 _COMMON: dict[str, Check] = {
-    "temperature": _number_only(0, because=_GREEDY),
-    "top_p": _number_only(1, because=_GREEDY),
     "n": _number_only(1, because=_ONE),
-    "stop": _only([], because="stop strings are not served today; stop_token_ids are", code=_UNSUPPORTED),
-    "logit_bias": _only({}, because=_GREEDY, code=_UNSUPPORTED),
-    "frequency_penalty": _number_only(0, because=_GREEDY),
-    "presence_penalty": _number_only(0, because=_GREEDY),
+    "logit_bias": _only({}, because=_NO_BIAS, code=_UNSUPPORTED),
+    "frequency_penalty": _number_only(0, because=_NO_PENALTY),
+    "presence_penalty": _number_only(0, because=_NO_PENALTY),
     "user": _typed(str, "a string"),
-    "seed": _typed(int, "an integer"),
     "metadata": _typed(dict, "an object"),
     "store": _only(False, because="nothing is stored for later retrieval", code=_UNSUPPORTED),
     "safety_identifier": _typed(str, "a string"),

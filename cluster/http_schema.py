@@ -3,7 +3,8 @@
 Owns parsing and validation of ``/v1/chat/completions`` and ``/v1/completions``. Invariant: what it returns
 holds only token ids inside the vocabulary and lengths that fit the context (K095), and every item of a
 batch is checked before any is returned. JSON's types are kept apart: true is not 1, 1.0 is not 1, "7" is
-text.
+text. Absent fields mean what OpenAI's do, but for ``temperature``: absent is 0, greedy and repeatable
+(see ``http_sampling``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ import msgspec
 
 from .http_errors import ApiError, invalid, model_not_found
 from .http_rules import CHAT_CHECKS, COMPLETION_CHECKS, check_parameters, wrong_type
+from .http_sampling import (
+    SAMPLING_NAMES,
+    STOP_NAMES,
+    SamplingChoice,
+    StopChoice,
+    parse_sampling,
+    parse_stop,
+)
 
 
 class ServedModelInfo(msgspec.Struct, frozen=True):
@@ -34,6 +43,8 @@ class GatewaySettings(msgspec.Struct, frozen=True):
     max_body_bytes: int = 8 * 2**20
     max_prompts: int = 64
     max_stop_token_ids: int = 64
+    max_stop_strings: int = 4
+    max_stop_chars: int = 256
     auth_failure_burst: int = 20
     auth_failures_per_s: float = 1.0
     auth_sources: int = 4096
@@ -49,6 +60,8 @@ class Options(msgspec.Struct, frozen=True):
     return_token_ids: bool
     stream: bool
     include_usage: bool
+    sampling: SamplingChoice
+    stop: StopChoice
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -75,6 +88,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
 
 _OPTION_NAMES = frozenset(
     {"model", "max_tokens", "stream", "stream_options", "stop_token_ids", "ignore_eos", "return_token_ids"}
+    | SAMPLING_NAMES
+    | STOP_NAMES
 )
 _CHAT_NAMES = _OPTION_NAMES | {"messages", "max_completion_tokens"}
 _COMPLETION_NAMES = _OPTION_NAMES | {"prompt"}
@@ -150,6 +165,8 @@ def _options(body: Mapping[str, Any], model: ServedModelInfo, settings: GatewayS
         _flag(body, "return_token_ids"),
         stream,
         _include_usage(body.get("stream_options"), stream),
+        parse_sampling(body, model.vocab_size),
+        parse_stop(body, settings.max_stop_strings, settings.max_stop_chars),
     )
 
 

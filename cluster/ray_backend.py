@@ -21,6 +21,7 @@ from copyhold.actors.names import RAY_NAMESPACE
 from copyhold.actors.receipt_store import load_receipt
 from copyhold.actors.routing import DIGEST_EVERY_TOKENS
 from copyhold.kvcore.identity import chain_digests
+from copyhold.models.sampling import SamplingParams
 from copyhold.namespace.authority import Authorization
 from copyhold.namespace.errors import NamespaceError
 from copyhold.namespace.sessions import SessionStore
@@ -31,9 +32,9 @@ _READY_TIMEOUT_S = 4.0
 class RayGeneration:
     """One running request on a replica actor."""
 
-    def __init__(self, replica: Any, request_id: str, stream: Any) -> None:
+    def __init__(self, replica: Any, request: GenerateRequest, stream: Any) -> None:
         self._replica = replica
-        self._request_id = request_id
+        self._request = request
         self._stream = stream
 
     async def __aiter__(self) -> AsyncIterator[StreamItem]:
@@ -46,8 +47,19 @@ class RayGeneration:
 
     async def cancel(self) -> None:
         """Release the request's blocks; a request that has ended is left alone."""
+        await self._ask(self._replica.cancel, self._request.request_id)
+
+    async def finish(self, completion_tokens: int) -> None:
+        """End the request as stopped; one that has ended is left alone."""
+        await self._ask(self._replica.finish, self._request.request_id, completion_tokens)
+
+    async def amend(self, receipt: ReuseReceipt) -> None:
+        """Have the replica keep this receipt instead of its own."""
+        await self._ask(self._replica.amend, self._request, receipt)
+
+    async def _ask(self, method: Any, *arguments: Any) -> None:
         try:
-            await self._replica.cancel.remote(self._request_id)
+            await method.remote(*arguments)
         except RayError as error:
             raise ServiceUnavailable(f"the replica is gone ({type(error).__name__})") from error
 
@@ -76,6 +88,7 @@ class RayTenantBackend:
         tokens: bytes,
         max_new_tokens: int,
         stop_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
     ) -> RayGeneration:
         """Route and start; the returned stream begins with ``Admitted`` or a ``Failed``."""
         route = await self._route(authorization, tokens)
@@ -87,10 +100,11 @@ class RayTenantBackend:
             tokens=tokens,
             max_new_tokens=max_new_tokens,
             stop_token_ids=stop_token_ids,
+            sampling=sampling,
         )
         replica = self._replica(route.incarnation)
         stream = replica.generate.options(num_returns="streaming").remote(request)
-        return RayGeneration(replica, request_id, stream)
+        return RayGeneration(replica, request, stream)
 
     async def receipt(self, authorization: Authorization, receipt_id: str) -> ReuseReceipt:
         """The tenant's own receipt. Raises ``NotFound`` for an absent, foreign or revoked one alike."""

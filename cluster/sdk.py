@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 from urllib.parse import quote
 
 import msgspec
@@ -42,10 +42,27 @@ __all__ = [
     "NotFoundError",
     "RateLimited",
     "Receipt",
+    "Sampling",
     "ServiceUnavailable",
     "TextStream",
     "Usage",
 ]
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen and which strings end the text; None is as good as absent.
+
+    Absent ``temperature`` is 0: the likeliest token, the same answer each time. With a temperature an absent ``seed`` is
+    any; the same seed gives the same answer. ``stop`` is one string or up to four.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    include_stop_str_in_output: bool
+
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -74,9 +91,10 @@ class Client:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        **sampling: Unpack[Sampling],
     ) -> ChatReply:
         """Answer a conversation. Raises: CopyholdError."""
-        body = self._body(max_tokens, stop_token_ids, ignore_eos, messages=list(messages))
+        body = self._body(max_tokens, stop_token_ids, ignore_eos, sampling, messages=list(messages))
         return self._whole(_CHAT, body, _message_text)
 
     def stream(
@@ -86,12 +104,13 @@ class Client:
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         return_token_ids: bool = False,
+        **sampling: Unpack[Sampling],
     ) -> TextStream:
         """Answer a conversation as it is made; ``return_token_ids`` fills the stream's ``token_ids`` at its end.
 
         Raises: CopyholdError, also while iterating.
         """
-        body = self._body(max_tokens, stop_token_ids, ignore_eos, messages=list(messages))
+        body = self._body(max_tokens, stop_token_ids, ignore_eos, sampling, messages=list(messages))
         body["return_token_ids"] = return_token_ids
         return self._stream(_CHAT, body, _delta_text)
 
@@ -101,9 +120,10 @@ class Client:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        **sampling: Unpack[Sampling],
     ) -> ChatReply:
         """Continue a text, or token ids. Raises: CopyholdError."""
-        body = self._body(max_tokens, stop_token_ids, ignore_eos, prompt=_plain(prompt))
+        body = self._body(max_tokens, stop_token_ids, ignore_eos, sampling, prompt=_plain(prompt))
         return self._whole(_COMPLETION, body, _choice_text)
 
     def stream_complete(
@@ -113,9 +133,10 @@ class Client:
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         return_token_ids: bool = False,
+        **sampling: Unpack[Sampling],
     ) -> TextStream:
         """Continue a text, or token ids, as it is made. Raises: CopyholdError, also while iterating."""
-        body = self._body(max_tokens, stop_token_ids, ignore_eos, prompt=_plain(prompt))
+        body = self._body(max_tokens, stop_token_ids, ignore_eos, sampling, prompt=_plain(prompt))
         body["return_token_ids"] = return_token_ids
         return self._stream(_COMPLETION, body, _choice_text)
 
@@ -144,11 +165,17 @@ class Client:
         self.close()
 
     def _body(
-        self, max_tokens: int | None, stop_token_ids: Sequence[int], ignore_eos: bool, **prompt: Any
+        self,
+        max_tokens: int | None,
+        stop_token_ids: Sequence[int],
+        ignore_eos: bool,
+        sampling: Sampling,
+        **prompt: Any,
     ) -> dict[str, Any]:
+        chosen = _sampling_fields(sampling)
         if self._model is None:
             self._model = self.models()[0]
-        body = {"model": self._model, **prompt}
+        body = {"model": self._model, **prompt, **chosen}
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         if stop_token_ids:
@@ -187,6 +214,17 @@ _COMPLETION = "/v1/completions"
 
 def _path(kind: str, receipt_id: str) -> str:
     return f"/v1/{kind}/{quote(receipt_id, safe='')}"
+
+
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """The body's fields. Raises: TypeError for a name that is no argument, as any Python function does."""
+    unknown = sorted(sampling.keys() - Sampling.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+    fields: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+    if not isinstance(fields.get("stop", ""), str):
+        fields["stop"] = list(fields["stop"])
+    return fields
 
 
 def _plain(prompt: Prompt) -> str | list[int]:

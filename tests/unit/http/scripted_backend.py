@@ -11,6 +11,7 @@ import numpy as np
 
 from copyhold.actors.errors import ServiceUnavailable
 from copyhold.actors.messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
+from copyhold.models.sampling import SamplingParams
 from copyhold.namespace.authority import Authorization
 from copyhold.namespace.errors import NotFound, Unauthenticated
 from copyhold.namespace.grants import Grant
@@ -28,6 +29,7 @@ class ScriptedGeneration:
         self.blocks = -(-receipt.prompt_tokens // BLOCK_SIZE)
         self.cancelled = 0
         self.delivered = 0
+        self.wanted: int | None = None
         self.over = False
         backend.blocks_in_use += self.blocks
 
@@ -37,6 +39,14 @@ class ScriptedGeneration:
     async def _items(self) -> AsyncIterator[StreamItem]:
         for step in self._steps:
             await asyncio.sleep(0)
+            if self.wanted is not None and not self._backend.finishes_late:
+                self._free()
+                self.receipt = msgspec.structs.replace(
+                    self.receipt, completion_tokens=self.wanted, finish_reason="stop"
+                )
+                self._backend.keep(self.receipt)
+                yield Finished("stop", self.receipt)
+                return
             if self._backend.gate is not None and not isinstance(step, Admitted):
                 await self._backend.gate.acquire()
             self.delivered += 1
@@ -47,6 +57,15 @@ class ScriptedGeneration:
     async def cancel(self) -> None:
         self.cancelled += 1
         self._free()
+
+    async def finish(self, completion_tokens: int) -> None:
+        assert self.wanted is None, "finished twice"
+        self.wanted = completion_tokens
+
+    async def amend(self, receipt: ReuseReceipt) -> None:
+        assert self.over, "amended before its end"
+        self._backend.amended += 1
+        self._backend.keep(receipt)
 
     def _free(self) -> None:
         if not self.over:
@@ -60,7 +79,8 @@ class ScriptedBackend:
 
     ``answer`` are the tokens of every generation, ``per_step`` how many leave at once. ``fail_after`` ends a
     generation with ``Failed`` after that many steps; ``refuse`` is raised by ``generate``, and
-    ``ServiceUnavailable`` when ``full_at`` generations were started.
+    ``ServiceUnavailable`` when ``full_at`` generations were started. With ``finishes_late`` a generation comes to its
+    own end before ``finish`` reaches it.
     """
 
     def __init__(self) -> None:
@@ -72,6 +92,8 @@ class ScriptedBackend:
         self.fail_after: tuple[int, str] | None = None
         self.refuse: Exception | None = None
         self.full_at: int | None = None
+        self.finishes_late = False
+        self.amended = 0
         self.hold_generate: asyncio.Event | None = None
         self.gate: asyncio.Semaphore | None = None
         self.is_ready = True
@@ -79,6 +101,7 @@ class ScriptedBackend:
         self.prompts: list[list[int]] = []
         self.stop_ids: list[tuple[int, ...]] = []
         self.budgets: list[int] = []
+        self.samplings: list[SamplingParams] = []
         self.running: list[ScriptedGeneration] = []
         self.blocks_in_use = 0
         self.changed = asyncio.Event()
@@ -108,6 +131,7 @@ class ScriptedBackend:
         tokens: bytes,
         max_new_tokens: int,
         stop_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
     ) -> ScriptedGeneration:
         self.events.append("generate")
         if self.hold_generate is not None:
@@ -120,6 +144,7 @@ class ScriptedBackend:
         self.prompts.append(prompt)
         self.stop_ids.append(stop_token_ids)
         self.budgets.append(max_new_tokens)
+        self.samplings.append(sampling)
         receipt = self._receipt(authorization.grant, request_id, prompt)
         generation = ScriptedGeneration(self, receipt, self._steps(receipt, max_new_tokens, stop_token_ids))
         self.running.append(generation)
@@ -131,6 +156,9 @@ class ScriptedBackend:
         if found is None or found.namespace != authorization.grant.namespace:
             raise NotFound()
         return found
+
+    def keep(self, receipt: ReuseReceipt) -> None:
+        self._receipts[receipt.receipt_id] = receipt
 
     async def ready(self) -> bool:
         return self.is_ready

@@ -14,11 +14,13 @@ from scripted_backend import ScriptedBackend
 
 from copyhold.cluster.http_app import create_tenant_app
 from copyhold.cluster.http_rules import CHAT_CHECKS, COMPLETION_CHECKS
+from copyhold.cluster.http_sampling import SAMPLING_NAMES, STOP_NAMES
 from copyhold.models.tokenizer import ChatTokenizer
 
 NAMES = [
     *sorted({*CHAT_CHECKS, *COMPLETION_CHECKS}), "model", "prompt", "messages", "max_tokens", "stream",
     "max_completion_tokens", "stream_options", "stop_token_ids", "ignore_eos", "return_token_ids", "other",
+    *sorted(SAMPLING_NAMES | STOP_NAMES),
 ]  # fmt: skip
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 40_000), st.just(2**64), st.floats(allow_nan=False),
@@ -69,7 +71,18 @@ def test_any_values_are_answered_or_refused(
 def test_numbers_beyond_64_bits_are_refused_by_name(tokenizer: ChatTokenizer) -> None:
     for digits in (20, 400, 4000, 6000):
         number = b"9" * digits
-        for name in (b"prompt", b"max_tokens", b"temperature", b"n", b"stop", b"top_p", b"logprobs"):
+        names = (
+            b"prompt",
+            b"max_tokens",
+            b"n",
+            b"logprobs",
+            b"stop",
+            b"temperature",
+            b"top_p",
+            b"top_k",
+            b"seed",
+        )
+        for name in names:
             for value in (number, b"-" + number, b"[" + number + b"]"):
                 body = b'{"model":"toy","prompt":"x","' + name + b'":' + value + b"}"
                 _post(tokenizer, "/v1/completions", body)

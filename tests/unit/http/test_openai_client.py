@@ -112,8 +112,8 @@ def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
 
 def test_errors_arrive_as_the_clients_own(client: openai.OpenAI, server: LiveServer) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="toy", prompt="x", temperature=0.7)
-    assert refused.value.param == "temperature" and refused.value.code == "unsupported_value"
+        client.completions.create(model="toy", prompt="x", logit_bias={"5": 1})
+    assert refused.value.param == "logit_bias" and refused.value.code == "unsupported_parameter"
     with pytest.raises(openai.NotFoundError) as absent:
         client.completions.create(model="gpt-x", prompt="x")
     assert absent.value.code == "model_not_found"
