@@ -128,9 +128,12 @@ def test_stores_listen_on_no_port_and_outlive_a_run(make: Make) -> None:
         store = redis.Redis(unix_socket_path=str(server.run_dir / "authority.sock"))
         store.set("generation", "7")
         assert store.config_get("port") == {"port": "0"}
-        assert store.config_get("appendfsync") == {"appendfsync": "everysec"}
+        assert store.config_get("appendfsync") == {"appendfsync": "always"}
         assert store.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
         store.close()
+        sessions = redis.Redis(unix_socket_path=str(server.run_dir / "sessions.sock"))
+        assert sessions.config_get("appendfsync") == {"appendfsync": "everysec"}
+        sessions.close()
     with make("serve") as server:
         store = redis.Redis(unix_socket_path=str(server.run_dir / "authority.sock"))
         assert store.get("generation") == b"7"
