@@ -25,6 +25,7 @@ from copyhold.namespace.revocation import Revoker
 from copyhold.namespace.secrets import Secrets
 from copyhold.namespace.sessions import SessionStore
 from copyhold.namespace.store import Store
+from copyhold.namespace.store_target import StoreTarget
 
 from .errors import InvalidRequest
 from .fleet import RayFleet
@@ -36,8 +37,9 @@ class AuthoritySpec(msgspec.Struct, frozen=True):
     """Where the authority finds its files and stores; holds no secret."""
 
     state_dir: str
-    authority_store: str
-    sessions_store: str
+    authority_store: StoreTarget
+    sessions_store: StoreTarget
+    accept_generation_loss: bool
 
 
 Refusal = NamespaceError | InvalidRequest
@@ -50,7 +52,11 @@ class NamespaceActor:
     def __init__(self, spec: AuthoritySpec) -> None:
         state = Path(spec.state_dir)
         secrets = Secrets.load_or_create(state / "secrets")
-        store = Store.connect(spec.authority_store, secrets.store_mac_key)
+        store = Store.connect(
+            spec.authority_store,
+            secrets.store_mac_key,
+            accept_generation_loss=spec.accept_generation_loss,
+        )
         files = JournalFiles(audit_head=state / "audit-head.json", high_water=state / "high-water.json")
         self._authority = Authority.open(store, secrets, SystemClock(), files)
         self._sessions = SessionStore.connect(spec.sessions_store)

@@ -26,6 +26,7 @@ from copyhold.namespace.errors import GrantRefused, NamespaceError
 from copyhold.namespace.leases import LeaseHolder
 from copyhold.namespace.records import IncarnationRecord, RankEvidence
 from copyhold.namespace.sessions import SessionStore
+from copyhold.namespace.store_target import StoreTarget
 
 from .engine import Engine
 from .errors import ActorError, InvalidRequest, ReplicaStopped
@@ -59,7 +60,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     channel_path: str
     step_timeout_s: float
     cluster: ClusterIdentity
-    sessions_store: str
+    sessions_store: StoreTarget
     receipt_ttl_s: int
 
 

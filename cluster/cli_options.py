@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .config import FIELDS, Config, FieldSpec, load_config
+from .config import FIELDS, STORE_KEYS, Config, FieldSpec, load_config, load_settings
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON document on standard output.")
@@ -25,11 +25,23 @@ StateDir = Annotated[
     ),
 ]
 
+BothStores = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="Sets --authority-store and --sessions-store, where they are not given themselves.",
+        rich_help_panel="Settings",
+    ),
+]
+
 
 def with_config(
     defaults: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace a command's ``config`` parameter by ``--config FILE`` and one option per setting.
+
+    A command with a ``settings`` parameter gets the sources of the values too.
 
     ``defaults`` are the command's own; the file beats them, and an option beats the file.
     """
@@ -37,15 +49,24 @@ def with_config(
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         parameters = dict(inspect.signature(command, eval_str=True).parameters)
-        del parameters["config"]
-        added = [_config_file_parameter(), *(_option(spec, own) for spec in FIELDS.values())]
+        wanted = "settings" if "settings" in parameters else "config"
+        del parameters[wanted]
+        added = [
+            _keyword("config_file", ConfigFile),
+            _keyword("store", BothStores),
+            *(_option(spec, own) for spec in FIELDS.values()),
+        ]
         signature = inspect.Signature([*parameters.values(), *added])
 
         @functools.wraps(command)
         def run(**given: Any) -> Any:
             overrides = {name: given.pop(name) for name in FIELDS}
-            config = load_config(given.pop("config_file"), overrides, own)
-            return command(config=config, **given)
+            file, both = given.pop("config_file"), given.pop("store")
+            for key in STORE_KEYS:
+                overrides[key] = both if overrides[key] is None else overrides[key]
+            settings = load_settings(file, overrides, own)
+            given[wanted] = settings if wanted == "settings" else settings.config
+            return command(**given)
 
         run.__dict__["__signature__"] = signature
         run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -60,21 +81,27 @@ def state_folder(config_file: Path | None, state_dir: str | None) -> Path:
     return Path(config.state_dir).expanduser().absolute()
 
 
-def _config_file_parameter() -> inspect.Parameter:
-    return inspect.Parameter(
-        "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile
-    )
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _option(spec: FieldSpec, own: Mapping[str, Any]) -> inspect.Parameter:
     default = own.get(spec.name, spec.default)
-    notes = [note for note in (spec.bounds, f"default {default}" if default != "" else "") if note]
+    told = "" if default == "" or spec.kind is bool else f"default {default}"
+    notes = [note for note in (spec.bounds, told) if note]
     option = typer.Option(
         f"--{spec.name.replace('_', '-')}",
-        metavar={int: "N", float: "SECONDS", str: "TEXT" if spec.unit == "" else "PATH"}[spec.kind],
+        metavar=_metavar(spec),
         help=f"{spec.doc} ({'; '.join(notes)})" if notes else spec.doc,
         show_default=False,
         rich_help_panel="Settings",
     )
     annotation = Annotated[spec.kind | None, option]
     return inspect.Parameter(spec.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _metavar(spec: FieldSpec) -> str | None:
+    if spec.kind is bool:
+        return None
+    words = {"": "TEXT", "URL": "URL"}
+    return {int: "N", float: "SECONDS"}.get(spec.kind) or words.get(spec.unit, "PATH")

@@ -15,6 +15,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from copyhold.namespace.errors import StoreAddressRefused
+from copyhold.namespace.store_target import StoreAddress, parse_store_address
+
 from .errors import ConfigError
 
 
@@ -83,10 +86,34 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stop_grace_s: Annotated[
         float, _bounded("seconds", "Time the driver gets to end by itself.", 0.0, 300.0)
     ] = 10.0
+    authority_store: Annotated[
+        str,
+        _bounded("URL", "Tenants, keys and generations: redis://, rediss:// or unix://; empty: embedded."),
+    ] = ""
+    sessions_store: Annotated[
+        str, _bounded("URL", "Receipts and sessions: redis://, rediss:// or unix://; empty: embedded.")
+    ] = ""
+    store_ca_file: Annotated[
+        str, _bounded("path", "Certificate authority of rediss:// stores; empty: the system's.")
+    ] = ""
+    store_password_file: Annotated[
+        str, _bounded("path", "File of mode 0600 with the stores' password; empty: none.")
+    ] = ""
+    accept_shared_store: Annotated[
+        bool,
+        _bounded("", "Both stores may be one server, where a flood of sessions can hold up a revocation."),
+    ] = False
+    accept_generation_loss: Annotated[
+        bool, _bounded("", "The authority's store may forget a generation; certificates then say so.")
+    ] = False
 
     def __post_init__(self) -> None:
         for spec in FIELDS.values():
             _check(spec, getattr(self, spec.name))
+        self._check_sizes()
+        self._check_stores()
+
+    def _check_sizes(self) -> None:
         if self.block_size % 16:
             raise ConfigError("block_size", f"block_size = {self.block_size} is not a multiple of 16 tokens")
         if self.pool_tokens % self.block_size:
@@ -105,6 +132,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"step_budget_tokens = {self.step_budget_tokens} is below max_requests ({self.max_requests})",
             )
 
+    def _check_stores(self) -> None:
+        authority, sessions = self.store_address("authority_store"), self.store_address("sessions_store")
+        given = [address for address in (authority, sessions) if address is not None]
+        if authority and sessions and authority.server == sessions.server and not self.accept_shared_store:
+            raise ConfigError("sessions_store", SHARED_STORE)
+        if self.store_ca_file and not any(address.encrypted for address in given):
+            raise ConfigError("store_ca_file", "store_ca_file is given, but no store is a rediss:// URL")
+        if self.store_password_file and not given:
+            raise ConfigError("store_password_file", "store_password_file is given, but no store is a URL")
+        if self.store_password_file and any(address.password is not None for address in given):
+            raise ConfigError(
+                "store_password_file", "store_password_file is given, and a store's URL holds a password too"
+            )
+
+    def store_address(self, key: str) -> StoreAddress | None:
+        """The checked address under ``authority_store`` or ``sessions_store``, ``None`` for the embedded one.
+
+        Raises: ConfigError without the address, which may hold a password.
+        """
+        text: str = getattr(self, key)
+        try:
+            return parse_store_address(text) if text else None
+        except StoreAddressRefused as error:
+            raise ConfigError(key, f"{key} is refused: {error.detail}") from None
+
     @property
     def num_blocks(self) -> int:
         """Blocks of each rank's pool."""
@@ -119,8 +171,8 @@ class FieldSpec(msgspec.Struct, frozen=True):
     """One row of the table of settings: what a field may hold and what it means."""
 
     name: str
-    kind: type[int] | type[float] | type[str]
-    default: int | float | str
+    kind: type[bool] | type[int] | type[float] | type[str]
+    default: bool | int | float | str
     least: int | float | None
     most: int | float | None
     unit: str
@@ -157,6 +209,24 @@ def _field_table() -> dict[str, FieldSpec]:
 FIELDS: Mapping[str, FieldSpec] = _field_table()
 
 
+STORE_KEYS = ("authority_store", "sessions_store")
+_PASSWORD_SEEN = (
+    "process arguments are readable by others; name a file of mode 0600 with store_password_file "
+    "(--store-password-file)"
+)
+SHARED_STORE = (
+    "authority_store and sessions_store are one server: a flood of sessions could then hold up a revocation; "
+    "accept_shared_store = true (--accept-shared-store) accepts that"
+)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """A configuration and, per key, where its value came from: default, file or command line."""
+
+    config: Config
+    sources: Mapping[str, str]
+
+
 def load_config(
     file: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -167,14 +237,34 @@ def load_config(
     Raises:
         ConfigError: names the key; nothing was started.
     """
-    values: dict[str, Any] = dict(defaults or {})
-    if file is not None:
-        values.update(_read_toml(file))
-    values.update({key: value for key, value in (overrides or {}).items() if value is not None})
+    return load_settings(file, overrides, defaults).config
+
+
+def load_settings(
+    file: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Settings:
+    """As ``load_config``, with the source of every value."""
+    from_file = {} if file is None else _read_toml(file)
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    values = {**(defaults or {}), **from_file, **given}
     for key in values:
         if key not in FIELDS:
             raise ConfigError(key, f"unknown key {key!r}{_suggestion(key)}")
-    return Config(**{key: _widen(FIELDS[key], value) for key, value in values.items()})
+    config = Config(**{key: _widen(FIELDS[key], value) for key, value in values.items()})
+    for key in STORE_KEYS:
+        address = config.store_address(key)
+        if address is None or address.password is None:
+            continue
+        if key in given:
+            raise ConfigError(key, f"{key} holds a password: {_PASSWORD_SEEN}")
+        if file is not None and key in from_file and file.stat().st_mode & 0o077:
+            raise ConfigError(key, f"{key} in {file} holds a password: the file's mode must be 0600")
+    sources = {
+        key: "command line" if key in given else "file" if key in from_file else "default" for key in FIELDS
+    }
+    return Settings(config, sources)
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -201,10 +291,11 @@ def _widen(spec: FieldSpec, value: Any) -> Any:
 
 
 def _check(spec: FieldSpec, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, spec.kind):
-        names = {int: "a whole number", float: "a number", str: "text"}
+    if isinstance(value, bool) != (spec.kind is bool) or not isinstance(value, spec.kind):
+        names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        shown = "something else" if spec.unit == "URL" else repr(value)
         raise ConfigError(
-            spec.name, f"{spec.name} must be {names[spec.kind]} ({spec.bounds or 'free text'}), not {value!r}"
+            spec.name, f"{spec.name} must be {names[spec.kind]} ({spec.bounds or 'no bounds'}), not {shown}"
         )
     if isinstance(value, (int, float)):
         if spec.least is not None and spec.most is not None and not spec.least <= value <= spec.most:

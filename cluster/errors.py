@@ -84,6 +84,17 @@ class StoreFailed(ClusterError):
     type = "store_failed"
 
 
+class StoreRefused(ClusterError):
+    """A store that the configuration names is not there, does not let us in or is not fit. Nothing was started.
+
+    ``type`` is ``store_unavailable``, ``store_refused`` or ``store_not_durable``; the text holds no credentials.
+    """
+
+    def __init__(self, type_name: str, message: str) -> None:
+        super().__init__(message)
+        self.type = type_name
+
+
 class DriverFailed(ClusterError):
     """The driver reported an error, ended or hung. Everything started with it has been ended and removed.
 

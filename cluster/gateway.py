@@ -17,6 +17,7 @@ import uvicorn
 
 from copyhold.models.tokenizer import ChatTokenizer
 from copyhold.namespace.sessions import SessionStore
+from copyhold.namespace.store_target import StoreTarget
 
 from .admin_app import create_admin_app
 from .http_app import create_tenant_app
@@ -35,7 +36,7 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     max_tokens_default: int
-    sessions_store: str
+    sessions_store: StoreTarget
 
 
 class Gateway:

@@ -87,7 +87,12 @@ class Keeper:
     # -- start --------------------------------------------------------------------------------------------------
 
     def _start_authority(self) -> None:
-        spec = AuthoritySpec(self._spec.state_dir, self._spec.authority_socket, self._spec.sessions_socket)
+        spec = AuthoritySpec(
+            self._spec.state_dir,
+            self._spec.authority_store,
+            self._spec.sessions_store,
+            self._config.accept_generation_loss,
+        )
         self._authority = self._service(NamespaceActor, AUTHORITY).remote(spec)
         self._get(self._authority.end_previous.remote(_PREVIOUS_RUN_GONE))
         self._cluster = self._get(self._authority.identity.remote())
@@ -107,7 +112,7 @@ class Keeper:
             max_model_len=min(self._config.max_model_len, self._checkpoint.config.max_positions),
             vocab_size=self._checkpoint.config.vocab_size,
             max_tokens_default=self._config.max_tokens_default,
-            sessions_store=self._spec.sessions_socket,
+            sessions_store=self._spec.sessions_store,
         )
         self._gateway = self._service(Gateway, GATEWAY).remote(spec, self._authority, self._coordinator)
         self._port = self._get(self._gateway.start.remote(self._port))

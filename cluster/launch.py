@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from copyhold.namespace.store_target import StoreTarget
+
 from .config import Config
 
 RUN_MARK = "COPYHOLD_RUN"
@@ -27,8 +29,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     ray_dir: str
     state_dir: str
     cache_dir: str
-    authority_socket: str
-    sessions_socket: str
+    authority_store: StoreTarget
+    sessions_store: StoreTarget
     admin_socket: str
 
 

@@ -59,14 +59,15 @@ def identity(pid: int) -> ProcessIdentity | None:
     return None if found is None else ProcessIdentity(pid, found[1])
 
 
-def die_with_parent() -> Callable[[], None]:
+def die_with_parent(owner: threading.Thread | None = None) -> Callable[[], None]:
     """A ``preexec_fn``: SIGTERM when the thread that started the child ends.
 
+    ``owner`` is the calling thread's word that it outlives the child; without it only the main thread may call.
     Raises:
-        RuntimeError: called off the main thread, whose end would kill the child early.
+        RuntimeError: called from another thread, whose end would kill the child early.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("processes of a run are started from the main thread only")
+    if threading.current_thread() is not (owner or threading.main_thread()):
+        raise RuntimeError("a child is started by the thread that lives as long as it")
     prctl = _LIBC.prctl
     parent = os.getpid()
 

@@ -126,7 +126,7 @@ class ReplicaStarter:
             channel_path=self._channel_path(running.incarnation),
             step_timeout_s=config.collective_timeout_s,
             cluster=cluster,
-            sessions_store=self._spec.sessions_socket,
+            sessions_store=self._spec.sessions_store,
             receipt_ttl_s=config.receipt_ttl_s,
         )
         options = self._options(running, 0) | {"max_concurrency": 1000}

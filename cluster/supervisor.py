@@ -25,6 +25,8 @@ from typing import Self
 
 import msgspec
 
+from copyhold.namespace.store_target import StoreTarget
+
 from .config import Config
 from .driver_process import DriverProcess
 from .errors import ConfigError, DriverFailed, PortInUse, RunFolderUnusable, StopFailed
@@ -41,7 +43,9 @@ from .processes import (
 from .run_folder import SOCKET_PATH_BYTES, make_run_folder, remove_run_folder, sweep_stale_runs
 from .run_signals import signals_call, signals_unwind
 from .server_record import make_state_folder, remove_server_record, state_lock, write_server_record
-from .valkey_process import Appendfsync, ValkeyProcess
+from .store_access import check_outside_stores, store_targets, without_passwords
+from .store_monitor import EmbeddedStore, StoreMonitor
+from .valkey_process import Appendfsync
 
 DRIVER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "copyhold.cluster.driver")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,8 +78,9 @@ class Supervisor:
         self._cleanup = contextlib.ExitStack()
         self._signals = contextlib.ExitStack()
         self._driver: DriverProcess | None = None
-        self._stores: list[ValkeyProcess] = []
-        self._sessions: set[int] = set()
+        self._stores = StoreMonitor((), {}, 0.0, self._report_store)
+        self._targets: dict[str, StoreTarget] = {}
+        self._driver_session: tuple[int, ...] = ()
         self._seen_pids: set[int] = set()
         self._started_s = 0.0
         self._log_path = Path()
@@ -128,6 +133,11 @@ class Supervisor:
         while not driver.await_end(30.0):
             reap_adopted(self._sessions)
         raise self._with_log(driver.failure("the driver ended while serving"))
+
+    @property
+    def _sessions(self) -> set[int]:
+        """Session ids of what this process started."""
+        return {*self._stores.sessions, *self._driver_session}
 
     def report_to(self, on_progress: Progress) -> None:
         """Send the stages of the coming start to ``on_progress``."""
@@ -190,23 +200,32 @@ class Supervisor:
         self._cleanup.callback(path.unlink, missing_ok=True)
 
     def _start_stores(self) -> None:
-        stores: dict[str, Appendfsync] = {"authority": "always", "sessions": "everysec"}
-        for name, appendfsync in stores.items():
-            self._on_progress("stores", f"starting the {name} store")
-            data_dir = self.state_dir / name
-            log_path = self._log_path.with_name(f"{name}.log")
-            store = ValkeyProcess.start(
+        """Outside stores are asked first, so that a run that lacks one starts nothing."""
+        self._targets = store_targets(self.config, self.run_dir)
+        check_outside_stores(self.config, self._targets)
+        policies: dict[str, Appendfsync] = {"authority": "always", "sessions": "everysec"}
+        embedded = [
+            EmbeddedStore(
                 name,
                 self.run_dir / f"{name}.sock",
-                data_dir,
-                log_path,
-                self._environment(),
-                timeout_s=self.config.start_timeout_s,
-                appendfsync=appendfsync,
+                self.state_dir / name,
+                self._log_path.with_name(f"{name}.log"),
+                policy,
             )
-            self._stores.append(store)
-            self._sessions.add(store.pid)
-            self._cleanup.callback(store.stop)
+            for name, policy in policies.items()
+            if self.config.store_address(f"{name}_store") is None
+        ]
+        for store in embedded:
+            self._on_progress("stores", f"starting the {store.name} store")
+        self._stores = StoreMonitor(
+            embedded, self._environment(), self.config.start_timeout_s, self._report_store
+        )
+        self._cleanup.callback(self._stores.stop)
+        self._stores.start()
+
+    def _report_store(self, text: str) -> None:
+        sys.stderr.write(f"supervisor: {text}\n")
+        sys.stderr.flush()
 
     def _start_driver(self) -> Ready:
         launch_path = self.run_dir / "launch.json"
@@ -215,7 +234,7 @@ class Supervisor:
         driver = DriverProcess.start(self._driver_command, launch_path, self._log_path, self._environment())
         self._driver = driver
         self._cleanup.callback(driver.close)
-        self._sessions.add(driver.pid)
+        self._driver_session = (driver.pid,)
         self._seen_pids.add(driver.pid)
         try:
             return driver.await_ready(self._on_progress, self.config.start_timeout_s)
@@ -225,7 +244,7 @@ class Supervisor:
     def _launch_spec(self) -> LaunchSpec:
         model = self.config.model
         config = msgspec.structs.replace(
-            self.config, model=str(Path(model).expanduser().absolute()) if model else ""
+            without_passwords(self.config), model=str(Path(model).expanduser().absolute()) if model else ""
         )
         return LaunchSpec(
             config=config,
@@ -233,8 +252,8 @@ class Supervisor:
             ray_dir=str(self.run_dir / "ray"),
             state_dir=str(self.state_dir),
             cache_dir=str(self.config.cache_path.absolute()),
-            authority_socket=str(self.run_dir / "authority.sock"),
-            sessions_socket=str(self.run_dir / "sessions.sock"),
+            authority_store=self._targets["authority"],
+            sessions_store=self._targets["sessions"],
             admin_socket=self.admin_socket,
         )
 
@@ -265,7 +284,8 @@ class Supervisor:
     def _end_driver(self) -> None:
         """SIGTERM to the driver, its grace, then an end to all that it left, and to their shared memory."""
         driver = self._driver
-        stores = {store.pid for store in self._stores}
+        self._stores.hold()
+        stores = self._stores.pids
 
         def others() -> set[ProcessIdentity]:
             if driver is not None:

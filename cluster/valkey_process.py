@@ -12,7 +12,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +38,14 @@ class ValkeyProcess:
         return self._process.pid
 
     @property
+    def ending(self) -> str:
+        """How it ended, for people; empty while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+
+    @property
     def running(self) -> bool:
         return self._process.poll() is None
 
@@ -49,11 +59,15 @@ class ValkeyProcess:
         env: dict[str, str],
         timeout_s: float = 20.0,
         appendfsync: Appendfsync = "everysec",
+        owner: threading.Thread | None = None,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> ValkeyProcess:
         """Start on ``data_dir`` (made 0700) and return once it answers PING, which includes loading its file.
 
+        The server ends with the calling thread: ``owner`` (the main thread if not given) must be that thread.
         Raises:
-            StoreFailed: the process has been ended, ``data_dir`` is as the server left it.
+            StoreFailed: the process has been ended, ``data_dir`` is as the server left it; also when ``give_up()``
+                became true before it answered.
         """
         if len(os.fsencode(socket_path)) > _SOCKET_PATH_BYTES:
             raise StoreFailed(
@@ -71,13 +85,13 @@ class ValkeyProcess:
                     stderr=log,
                     env=env,
                     start_new_session=True,
-                    preexec_fn=die_with_parent(),
+                    preexec_fn=die_with_parent(owner),
                 )
         except OSError as error:
             raise StoreFailed(f"the {name} store cannot be started: {error}") from error
         server = cls(name, process, socket_path)
         try:
-            server._await_pong(timeout_s, log_path)
+            server._await_pong(timeout_s, log_path, give_up)
         except BaseException:
             server.stop(grace_s=1.0)
             raise
@@ -94,7 +108,7 @@ class ValkeyProcess:
                 self._process.wait()
         self.socket_path.unlink(missing_ok=True)
 
-    def _await_pong(self, timeout_s: float, log_path: Path) -> None:
+    def _await_pong(self, timeout_s: float, log_path: Path, give_up: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         pause_s = 0.002
         while True:
@@ -105,6 +119,8 @@ class ValkeyProcess:
                 )
             if _answers_ping(self.socket_path):
                 return
+            if give_up():
+                raise StoreFailed(f"the {self.name} store was told to end before it answered")
             if time.monotonic() > deadline:
                 raise StoreFailed(
                     f"the {self.name} store did not answer within {timeout_s:g} s: {_last_line(log_path)}"

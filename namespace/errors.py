@@ -71,6 +71,14 @@ class PublicKeyRefused(NamespaceError):
 # --- store -------------------------------------------------------------------------------------------------
 
 
+class StoreAddressRefused(NamespaceError):
+    """A store's address is malformed. Nothing was connected to; the text never repeats the address."""
+
+    reason = "store_address_refused"
+    template = "the store address is refused: {detail}"
+    detail: str
+
+
 class StoreUnavailable(NamespaceError):
     """The store did not answer. A write may or may not have been applied; the next one reads again."""
 

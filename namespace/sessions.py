@@ -21,11 +21,15 @@ from redis.exceptions import ResponseError
 from .errors import RecordNameRefused, SessionBelowFloor, SessionTampered, StoreUnavailable, TokenIdsRefused
 from .secrets import derive_key
 from .store import open_client
+from .store_target import StoreTarget
 
 _R = TypeVar("_R")
 Pause = Callable[[float], None]
 
 REWRITE_TIMEOUT_S = 60.0
+TIMEOUT_S = 3.0
+"""Short, since an answer waits for its receipt: a store that hangs may cost the receipt, not the answer."""
+
 _POLL_S = 0.02
 _MAC_BYTES = 32
 _PURPOSE = "session-store.v1"
@@ -70,9 +74,9 @@ class SessionStore:
         self._raise_script = client.register_script(_RAISE)
 
     @classmethod
-    def connect(cls, target: str) -> SessionStore:
-        """Open ``target``, a socket path or URL; connects at the first use."""
-        return cls(open_client(target))
+    def connect(cls, target: StoreTarget | str) -> SessionStore:
+        """Open ``target`` (a string is a socket path or a URL without password); connects at the first use."""
+        return cls(open_client(target, TIMEOUT_S))
 
     def close(self) -> None:
         self._client.close()

@@ -3,7 +3,7 @@
 Owns the connection and the record envelope. Invariant: a value is ``MAC || (term, record)`` with the MAC over
 the record's own key, so a record moved, edited or invented is refused by name; a commit compares every
 expected record and writes every new one in one step on the server, and counts only after the append-only
-file is on disk (WAITAOF). Source: SECURITY.md, "Store".
+file is on disk (WAITAOF, or a server that syncs before each answer). Source: SECURITY.md, "Store".
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from .errors import CommitNotDurable, StoreConflict, StoreNotDurable, StoreTampered, StoreUnavailable
+from .store_target import StoreTarget
 
 R = TypeVar("R")
 
 _MAC_BYTES = 32
 _DOMAIN = b"copyhold.store.v1\0"
+_FIRST_WAITAOF = (7, 2)
+CONNECT_TIMEOUT_S = 2.0
 _COMMIT = """
 local expected = tonumber(ARGV[1])
 for i = 1, expected do
@@ -59,12 +62,15 @@ class Store:
         self._durability_timeout_ms = durability_timeout_ms
         self._script = client.register_script(_COMMIT)
         self.generation_loss_accepted = False
+        self._syncs_before_answers = False
 
     @classmethod
-    def connect(cls, target: str, mac_key: bytes, *, accept_generation_loss: bool = False) -> Store:
-        """Open ``target`` (a socket path or a ``unix:``/``redis:``/``rediss:`` URL) and check its durability.
+    def connect(
+        cls, target: StoreTarget | str, mac_key: bytes, *, accept_generation_loss: bool = False
+    ) -> Store:
+        """Open ``target`` (a string is a socket path or a URL without password) and check its durability.
 
-        Raises: StoreUnavailable; StoreNotDurable unless generation loss is accepted.
+        Raises: StoreUnavailable; StoreNotDurable unless generation loss is accepted; as ``open_client``.
         """
         store = cls(open_client(target), mac_key)
         store.check_durability(accept_generation_loss=accept_generation_loss)
@@ -79,6 +85,11 @@ class Store:
         policy = self._info("memory").get("maxmemory_policy")
         if policy != "noeviction":
             faults.append(f"maxmemory-policy is {policy}, expected noeviction")
+        version = str(self._info("server").get("redis_version", "0"))
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < _FIRST_WAITAOF:
+            self._syncs_before_answers = self._appendfsync() == "always"
+            if not self._syncs_before_answers:
+                faults.append(f"version {version} knows no WAITAOF and appendfsync is not always")
         if faults and not accept_generation_loss:
             raise StoreNotDurable("; ".join(faults))
         self.generation_loss_accepted = bool(faults)
@@ -123,7 +134,7 @@ class Store:
         refused = self._call(lambda: self._script(keys=names, args=[len(expect), *values]), retry=False)
         if refused:
             raise StoreConflict(keys[int(refused) - 1])
-        if not self.generation_loss_accepted:
+        if not self.generation_loss_accepted and not self._syncs_before_answers:
             self._wait_durable()
 
     def _wait_durable(self) -> None:
@@ -134,6 +145,16 @@ class Store:
             raise CommitNotDurable(str(error)) from error
         if int(answer[0]) < 1:
             raise CommitNotDurable(f"no fsync within {timeout_ms} ms")
+
+    def _appendfsync(self) -> str:
+        """The server's own word; a server that does not tell counts as not syncing."""
+        try:
+            answer: Any = self._client.config_get("appendfsync")
+        except redis.ResponseError:
+            return "unknown"
+        except redis.RedisError as error:
+            raise StoreUnavailable(str(error)) from error
+        return str(answer.get("appendfsync"))
 
     def _info(self, section: str) -> dict[str, Any]:
         return self._call(lambda: self._client.info(section), retry=True)
@@ -169,9 +190,18 @@ class Store:
         return hmac.new(self._mac_key, message, sha256).digest()
 
 
-def open_client(target: str, timeout_s: float = 10.0) -> redis.Redis:
-    """A client for a socket path or URL that never repeats a command by itself: no commit runs twice."""
-    retry = Retry(NoBackoff(), 0)
-    if target.startswith("/"):
-        return redis.Redis(unix_socket_path=target, retry=retry, socket_timeout=timeout_s)
-    return redis.Redis.from_url(target, retry=retry, socket_timeout=timeout_s)
+def open_client(target: StoreTarget | str, timeout_s: float = 6.0) -> redis.Redis:
+    """A client that never repeats a command by itself: no commit runs twice. It connects at the first use.
+
+    Raises: SecretFileExposed, SecretFileDamaged when the target's password file is not fit.
+    """
+    limits: dict[str, Any] = {
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+    }
+    if isinstance(target, str):
+        target = StoreTarget(target)
+    if target.url.startswith("/"):
+        return redis.Redis(unix_socket_path=target.url, **limits, **target.client_options())
+    return redis.Redis.from_url(target.url, **limits, **target.client_options())
