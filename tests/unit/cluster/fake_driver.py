@@ -37,9 +37,9 @@ def start_stubborn_family(spec: LaunchSpec) -> None:
     Path(spec.state_dir, "family.txt").write_text(f"{child.pid} {orphan_pid.decode().strip()}")
 
 
-def leave_shared_memory() -> mmap.mmap:
-    """Named memory that nobody unlinks."""
-    path = f"/dev/shm/fake-driver-{os.getpid()}"
+def leave_shared_memory(spec: LaunchSpec) -> mmap.mmap:
+    """Named memory that nobody unlinks; the name tells whose test made it, and the process."""
+    path = f"/dev/shm/fake-driver{Path(spec.run_dir).parent.as_posix().replace('/', '_')}-{os.getpid()}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(descriptor, 4096)
     return mmap.mmap(descriptor, 4096)
@@ -103,7 +103,7 @@ def main() -> None:
         os.close(ready_fd)
         signal.pause()
     start_stubborn_family(spec)
-    kept = leave_shared_memory()
+    kept = leave_shared_memory(spec)
     if behaviour == "ignore_sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with UnixStreamServer(spec.admin_socket, Admin) as server:

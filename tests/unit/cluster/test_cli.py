@@ -214,7 +214,7 @@ def test_a_failed_server_is_one_line_and_exit_code_1(
     assert last.startswith(line)
     assert "Traceback" not in done.stderr
     assert json.loads(done.stdout)["ok"] is False
-    for name in Path("/dev/shm").glob("fake-driver-*"):
+    for name in Path("/dev/shm").glob(f"fake-driver*chcli-{os.getpid()}*"):
         pytest.fail(f"left {name}")
 
 

@@ -201,14 +201,14 @@ def test_a_log_of_a_run_without_state_folder_outlives_it(make: Make, tmp_path: P
     assert str(kept) in failed.value.message
 
 
-def test_a_driver_that_dies_while_serving_is_reported_and_cleaned_up(make: Make) -> None:
+def test_a_driver_that_dies_while_serving_is_reported_and_cleaned_up(make: Make, run_base: Path) -> None:
     server = make("die_later")
     with pytest.raises(DriverFailed, match=r"ended while serving.*SIGKILL"), server:
         members = family(server)
         server.wait()
     assert leftovers(server) == []
     assert not any(process.alive for process in members)
-    assert not list(Path("/dev/shm").glob("fake-driver-*"))
+    assert not list(Path("/dev/shm").glob(f"fake-driver*{run_base.name}*"))
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)])
@@ -267,7 +267,7 @@ def test_what_a_killed_supervisor_left_is_swept_by_the_next_start(
         assert not run_dir.exists()
         assert find_server(tmp_path / "state").run_dir == str(server.run_dir)
     assert run_processes(str(run_dir)) == set()
-    for name in Path("/dev/shm").glob("fake-driver-*"):
+    for name in Path("/dev/shm").glob(f"fake-driver*{run_base.name}*"):
         assert int(name.name.rsplit("-", 1)[1]) in pids
         name.unlink()
 
