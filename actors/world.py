@@ -37,5 +37,6 @@ def world_of(checkpoint: ConvertedCheckpoint, block_size: int) -> bytes:
         quantization="float32",
         tp_degree=checkpoint.tp_size,
         kv_head_partition=tuple(len(part.kv_heads) for part in checkpoint.partitions),
+        num_layers=config.num_layers,
     )
     return world_digest(manifest)
