@@ -10,6 +10,7 @@ from local_replica import LocalReplica, Stream, run_of
 
 from copyhold.actors.errors import NamespaceRevoked
 from copyhold.actors.plan import PurgeOrder
+from copyhold.actors.scheduler import REVOKED
 from copyhold.kvcore.commands import Publish
 from copyhold.namespace.certificate import EvidenceQuestion, member_faults
 from copyhold.namespace.records import RankEvidence
@@ -132,7 +133,7 @@ def test_requests_below_the_floor_go_on_until_they_are_ended_but_publish_nothing
     for _ in range(30):
         plan = served.plan()
         assert plan is not None
-        assert not any(isinstance(command, Publish) for command in plan.commands[1:])
+        assert not any(isinstance(command, Publish) for command in plan.commands)
         served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
         assert served.index("a") == {}
     assert len(stream.tokens) == sent + 30
@@ -249,3 +250,29 @@ def test_free_blocks_that_still_held_the_namespace_s_bytes_are_zeroed_and_counte
     assert faults(served, evidence) == []
     for zeroed in bytes_of(served, residue):
         assert not any(zeroed)
+
+
+@pytest.mark.parametrize("ended", ["both running", "one finished"])
+def test_twins_that_computed_the_same_blocks_twice_are_counted_once_each(replica, ended):
+    """Both compute the prompt, one is indexed, the other leases that path besides its own blocks."""
+    served: LocalReplica = replica(2, num_blocks=48)
+    twins = [served.submit(PROMPT, "a", max_new=2 if ended == "one finished" and n else 60) for n in range(2)]
+    for _ in range(20):
+        served.step()
+    held = served.ledger.residue("a", 2)
+    assert len(held) >= 10
+    running = served.scheduler.counts()[0]
+    assert served.scheduler.advance_floor("a", 2) == running
+    assert served.scheduler.end_below_floor() == running
+    evidence = purge(served)
+    assert faults(served, evidence) == []
+    for report in evidence:
+        assert (report.inventory_before_blocks, report.blocks_zeroed) == (len(held), len(held))
+    for zeroed in bytes_of(served, held):
+        assert not any(zeroed)
+    facts = served.scheduler.floor_facts()["a"]
+    assert (
+        facts.free_blocks_after - facts.free_blocks_before == evidence[0].blocks_released - facts.grown_blocks
+    )
+    assert sum(stream.items[-1] == REVOKED for stream in twins) == running
+    served.check_quiet()

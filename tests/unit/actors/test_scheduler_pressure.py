@@ -162,3 +162,14 @@ def test_a_cached_path_is_kept_while_other_edges_can_make_the_room(replica, cold
     assert stream.admitted.cached_tokens == 64
     assert stream.tokens == cold(prompt, 4)
     served.check_quiet()
+
+
+def test_under_pressure_the_prompt_that_was_hit_last_stays_and_the_other_goes(replica):
+    served: LocalReplica = replica(num_blocks=10)
+    old, hit = run_of(1, 49), run_of(300, 49)
+    for prompt in (hit, old, hit):
+        served.serve(prompt, max_new=1)
+    served.serve(run_of(600, 80), max_new=1)
+    assert served.serve(hit, max_new=1).admitted.cached_tokens == 48
+    assert served.serve(old, max_new=1).admitted.cached_tokens == 0
+    served.check_quiet()
