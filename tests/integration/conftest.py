@@ -5,6 +5,7 @@ Tests make tenants of their own, so that they do not meet in a namespace.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,3 +34,10 @@ def server(tiny_model: Path, model_cache: Path) -> Iterator[LiveServer]:
 def server_tp1(tiny_model: Path, model_cache: Path) -> Iterator[LiveServer]:
     """One rank, another chunk size, so that equal answers mean something."""
     yield from run_server(tiny_config(tiny_model, model_cache, tp=1, prefill_chunk_tokens=48))
+
+
+@pytest.fixture
+def run_base() -> Iterator[Path]:
+    """Where run folders are made: a short path, because unix socket names have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="cht-", dir="/tmp") as folder:
+        yield Path(folder)

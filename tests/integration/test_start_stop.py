@@ -7,55 +7,16 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
-from live_cluster import copyhold, tiny_config
+from live_cluster import SERVE, copyhold, marked_processes, options, runs, tiny_config
 from tiny_checkpoint import make_tiny_checkpoint
 
 from copyhold.cluster.admin_client import AdminClient
 from copyhold.cluster.supervisor import Supervisor, leftovers
 from copyhold.namespace.certificate import parse_certificate
-
-SERVE = [sys.executable, "-c", "from copyhold.cluster.cli import main; main()"]
-
-
-def runs(base: Path) -> list[str]:
-    """What is left in the folder that run folders are made in."""
-    return sorted(path.name for path in base.iterdir()) if base.exists() else []
-
-
-def marked_processes(base: Path) -> list[int]:
-    """Processes whose environment carries the mark of a run below ``base``."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            mark = process.environ().get("COPYHOLD_RUN", "")
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        if mark.startswith(str(base)) and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process.pid)
-    return found
-
-
-@pytest.fixture
-def run_base(short_folder: Path) -> Path:
-    return short_folder
-
-
-@pytest.fixture
-def short_folder() -> Path:
-    """A short path: unix socket names have 107 bytes."""
-    import tempfile
-
-    return Path(tempfile.mkdtemp(prefix="cht-", dir="/tmp"))
-
-
-def options(run_base: Path, model: Path, cache: Path) -> list[str]:
-    return ["--model", str(model), "--cache-dir", str(cache), "--run-dir", str(run_base), "--port", "0"]
 
 
 def refused(run_base: Path, *arguments: str) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from copyhold.cluster.admin_client import AdminClient
 from copyhold.cluster.config import Config
@@ -99,7 +102,47 @@ def run_server(config: Config) -> Iterator[LiveServer]:
     assert leftovers(supervisor) == []
 
 
+SERVE = [sys.executable, "-c", "from copyhold.cluster.cli import main; main()"]
+
+
 def copyhold(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command line, as a process of its own."""
-    command = [sys.executable, "-c", "from copyhold.cluster.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, **options)
+    return subprocess.run(
+        [*SERVE, *arguments], capture_output=True, text=True, timeout=180, check=False, **options
+    )
+
+
+def runs(base: Path) -> list[str]:
+    """What is left in the folder that run folders are made in."""
+    return sorted(path.name for path in base.iterdir()) if base.exists() else []
+
+
+def marked_processes(base: Path) -> list[int]:
+    """Processes whose environment carries the mark of a run below ``base``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get("COPYHOLD_RUN", "")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if mark.startswith(str(base)) and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def options(run_base: Path, model: Path, cache: Path) -> list[str]:
+    return ["--model", str(model), "--cache-dir", str(cache), "--run-dir", str(run_base), "--port", "0"]
+
+
+def serving(arguments: list[str]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """``copyhold serve --json`` as a process, once it serves, and what it printed."""
+    process = subprocess.Popen(
+        [*SERVE, "serve", *arguments, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    text = ""
+    while "\n}\n" not in text:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        text += line
+    return process, json.loads(text)
