@@ -9,6 +9,7 @@ replicas and gateways goes into its certificate unedited.
 from __future__ import annotations
 
 import secrets as secrets_module
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,6 +65,10 @@ class NamespaceActor:
         self._fleet = RayFleet(self._members, self._sessions)
         self._revoker = Revoker(self._authority, self._fleet)
         self._boot_id = secrets_module.token_hex(8)
+        self._known_members: list[IncarnationRecord] = []
+        self._revocations: Counter[str] = Counter()
+        self._recoveries = 0
+        self._draining = False
 
     # -- start-up -----------------------------------------------------------------------------------------------
 
@@ -74,6 +79,14 @@ class NamespaceActor:
     async def boot_id(self) -> str:
         """Changes with every start of this process: whoever watches it knows of a restart."""
         return self._boot_id
+
+    async def note_recoveries(self, recoveries: int) -> None:
+        """How many replicas the keeper has replaced so far."""
+        self._recoveries = recoveries
+
+    async def draining(self) -> bool:
+        """Whether an operator has drained the server: a restarted gateway must not open again."""
+        return self._draining
 
     async def resume(self) -> int:
         """Finish the revocations that a crash left under way; returns how many."""
@@ -120,27 +133,49 @@ class NamespaceActor:
 
     # -- operator -----------------------------------------------------------------------------------------------
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any] | Refusal:
         """Cluster identity, tenants' namespaces and generations, replicas, index."""
         identity = self._authority.identity
+        try:
+            return {
+                "cluster_id": identity.cluster_id,
+                "term": identity.term,
+                "draining": self._draining,
+                "replicas": await self._fleet.replica_status(),
+                "coordinator": await self._fleet.coordinator_status(),
+                "namespaces": {
+                    name: {"generation": record.generation, "state": record.state}
+                    for tenant in self._authority.list_tenants()
+                    for name, record in self._namespaces(tenant.namespaces)
+                },
+            }
+        except NamespaceError as error:
+            return error
+
+    async def metrics(self) -> dict[str, Any]:
+        """Figures of the server as a whole, of replicas and ranks; no name of a tenant. Answers without the store."""
+        store_up = True
+        try:
+            self._authority.journal.check_term()
+            self._known_members = self._members()
+        except NamespaceError:
+            store_up = False
         return {
-            "cluster_id": identity.cluster_id,
-            "term": identity.term,
-            "replicas": await self._fleet.replica_status(),
-            "coordinator": await self._fleet.coordinator_status(),
-            "namespaces": {
-                name: {"generation": record.generation, "state": record.state}
-                for tenant in self._authority.list_tenants()
-                for name, record in self._namespaces(tenant.namespaces)
-            },
+            "store_up": store_up,
+            "replicas": await self._fleet.metrics(self._known_members),
+            "revocations": dict(self._revocations),
+            "recoveries": self._recoveries,
         }
 
     async def create_tenant(self, name: str, namespaces: list[str] | None) -> dict[str, Any] | Refusal:
         """A tenant and its first key, which is shown this once."""
         return self._refusing(lambda: self._create_tenant(name, namespaces))
 
-    async def list_tenants(self) -> list[dict[str, Any]]:
+    async def list_tenants(self) -> list[dict[str, Any]] | Refusal:
         """Tenants, their namespaces and how many keys they have."""
+        return self._refusing(self._list_tenants)
+
+    def _list_tenants(self) -> list[dict[str, Any]]:
         return [
             {
                 "tenant": record.name,
@@ -159,8 +194,10 @@ class NamespaceActor:
         """Revoke the namespace's current generation; the certificate's bytes."""
         try:
             certificate = await self._revoker.revoke(namespace, deadline_s)
+            self._revocations[certificate.outcome] += 1
             return self._authority.certificate(namespace, certificate.generation_from)
         except NamespaceError as error:
+            self._revocations["refused"] += 1
             return error
 
     async def certificate(self, certificate_id: str) -> bytes | Refusal:
@@ -200,8 +237,9 @@ class NamespaceActor:
 
     async def drain(self) -> dict[str, Any] | Refusal:
         """Admit nothing more on any replica."""
-        self._authority.record_call("operator", "drain", "cluster", {})
         try:
+            self._authority.record_call("operator", "drain", "cluster", {})
+            self._draining = True
             return {"replicas": await self._fleet.drain()}
         except NamespaceError as error:
             return error

@@ -115,6 +115,16 @@ class RayFleet:
         """Status of every replica; a lost one says so."""
         return await self._ask_each(self._replicas(), "status")
 
+    async def metrics(self, members: Sequence[IncarnationRecord]) -> list[dict[str, Any]]:
+        """Figures of each replica with those of its ranks; what is lost says so. The caller names the members, since the
+        store that knows them may be away."""
+        figures = await self._ask_each([member.incarnation for member in members], "metrics")
+        for member, found in zip(members, figures, strict=True):
+            names = [worker_name(member.incarnation, rank) for rank in range(member.ranks)]
+            found["replica"] = member.replica
+            found["ranks"] = await self._ask_each(names, "status")
+        return figures
+
     async def worker_status(self) -> list[dict[str, Any]]:
         """Position of every rank; a lost one says so."""
         names = [worker_name(m.incarnation, rank) for m in self._members() for rank in range(m.ranks)]
@@ -134,5 +144,5 @@ class RayFleet:
         return [rank for ranks in found for rank in ranks]
 
     async def drain(self) -> list[dict[str, Any]]:
-        """Stop admission everywhere. Raises ``FleetUnreachable``."""
-        return [await self._ask(incarnation, "drain") for incarnation in self._replicas()]
+        """Stop admission everywhere; a lost replica admits nothing anyway and says so."""
+        return await self._ask_each(self._replicas(), "drain")

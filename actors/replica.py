@@ -34,6 +34,7 @@ from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
 from .plan import KVAuditOrder, PurgeOrder
 from .receipt_store import keep_receipt
+from .request_counts import RequestCounts
 from .routing import DIGEST_EVERY_TOKENS
 from .scheduler import Scheduler, StepBudget
 from .submission import Entry, Submission
@@ -81,6 +82,7 @@ class Replica:
         self._renew_every_s = 1.0
         self._lease_refusal = ""
         self.receipts_lost = 0
+        self._counts = RequestCounts()
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -134,6 +136,7 @@ class Replica:
         """Stream of item lists; one list holds whatever the engine released since the last."""
         refusal = self._refusal(request)
         if refusal is not None:
+            self._counts.count(refusal)
             yield [refusal]
             return
         engine = self._serving_engine()
@@ -146,13 +149,11 @@ class Replica:
         self._secrets[request.request_id] = request.secret
         try:
             entry = await asyncio.wrap_future(engine.submit(submission, put))
-        except InvalidRequest as error:
-            self._secrets.pop(request.request_id, None)
-            yield [Failed(error.kind, error.message)]
-            return
         except ActorError as error:
             self._secrets.pop(request.request_id, None)
-            yield [Failed(error.kind, str(error))]
+            failed = Failed(error.kind, error.message if isinstance(error, InvalidRequest) else str(error))
+            self._counts.count(failed)
+            yield [failed]
             return
         self._entries[request.request_id] = entry
         ended = False
@@ -162,12 +163,15 @@ class Replica:
                 while not items.empty():
                     batch.append(items.get_nowait())
                 ended = isinstance(batch[-1], Finished | Failed)
+                for item in batch:
+                    self._counts.count(item)
                 await self._keep_receipts(request, batch)
                 yield batch
         finally:
             self._entries.pop(request.request_id, None)
             self._secrets.pop(request.request_id, None)
             if not ended:
+                self._counts.count_abandoned()
                 engine.cancel(entry)
 
     async def cancel(self, request_id: str) -> None:
@@ -233,6 +237,7 @@ class Replica:
             "replica": self._spec.name,
             "incarnation": self._spec.incarnation,
             "serving": self._serving(),
+            "draining": self._draining,
             "step_age_s": round(engine.step_age_s(), 3),
             "failure": self._lease_refusal,
             "running": running,
@@ -244,6 +249,16 @@ class Replica:
             "agreement": msgspec.to_builtins(self._scheduler.agreement.report()),
             "times": msgspec.to_builtins(engine.times()),
         }
+
+    async def metrics(self) -> dict[str, Any]:
+        """Status, totals of requests, lease and pool gauge: numbers of the whole replica, nothing of a tenant."""
+        figures = await self.status()
+        figures["requests"] = msgspec.to_builtins(self._counts.report())
+        figures["lease_remaining_s"] = self._lease.remaining_s(time.monotonic())
+        if "running" in figures:
+            gauge = self._serving_engine().call(self._scheduler.ledger.gauge)
+            figures["pool"] = msgspec.to_builtins(await asyncio.wrap_future(gauge))
+        return figures
 
     async def pool(self) -> dict[str, Any]:
         """Gauge and, per namespace, the blocks its index holds; one snapshot between two steps."""

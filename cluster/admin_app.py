@@ -1,4 +1,4 @@
-"""The admin port: tenants, keys, revocation, certificates and audits over one ``AdminBackend``.
+"""The admin port: tenants, keys, revocation, certificates, audits, drain and metrics over one ``AdminBackend``.
 
 Owns the JSON shapes of ``/admin``. Who may connect is the listener's affair (a unix socket of mode 0600),
 so there is no key here and none of these routes exists on the tenant port. Invariant: a refused call has
@@ -8,6 +8,8 @@ signed.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,6 +35,9 @@ from copyhold.namespace.errors import (
 )
 
 from .backend import AdminBackend
+from .http_admission import Admission
+from .http_stream import OpenStreams
+from .metrics import CONTENT_TYPE, GatewayFigures, exposition
 
 _ABSENT = (TenantUnknown, NamespaceUnknown, KeyUnknown, CertificateUnknown, RevocationUnknown, NotFound)
 _BAD_VALUE = (NameRefused, RightsRefused)
@@ -40,6 +45,7 @@ _DEADLINE_DEFAULT_S = 10.0
 _DEADLINE_MAX_S = 3600.0
 _SAMPLES_DEFAULT = 8
 _SAMPLES_MAX = 4096
+_DRAIN_POLL_S = 0.1
 
 
 class AdminRefusal(Exception):
@@ -51,9 +57,11 @@ class AdminRefusal(Exception):
         self.kind = kind
 
 
-def create_admin_app(backend: AdminBackend) -> Starlette:
-    """Build the admin port's application."""
-    admin = _Admin(backend)
+def create_admin_app(
+    backend: AdminBackend, open_streams: OpenStreams | None = None, admission: Admission | None = None
+) -> Starlette:
+    """Build the admin port's application over the tenant port's register of answers and its door."""
+    admin = _Admin(backend, open_streams or OpenStreams(), admission or Admission())
     routes = [
         Route("/admin/status", admin.status),
         Route("/admin/tenants", admin.create_tenant, methods=["POST"]),
@@ -66,17 +74,32 @@ def create_admin_app(backend: AdminBackend) -> Starlette:
         Route("/admin/pool", admin.pool),
         Route("/admin/ranks", admin.ranks),
         Route("/admin/drain", admin.drain, methods=["POST"]),
+        Route("/metrics", admin.metrics),
     ]
     kinds = (AdminRefusal, ActorError, NamespaceError, HTTPException, Exception)
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _answer_error))
 
 
 class _Admin:
-    def __init__(self, backend: AdminBackend) -> None:
+    def __init__(self, backend: AdminBackend, open_streams: OpenStreams, admission: Admission) -> None:
         self._backend = backend
+        self._open_streams = open_streams
+        self._admission = admission
 
     async def status(self, request: Request) -> Response:
-        return _json(await self._backend.status())
+        gateway = {"open_streams": self._open_streams.total(), "draining": self._admission.closed}
+        return _json({**await self._backend.status(), "gateway": gateway})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus's text format; answers when the authority is away too."""
+        try:
+            fleet: Mapping[str, Any] | None = await self._backend.metrics()
+        except (ActorError, NamespaceError):
+            fleet = None
+        gateway = GatewayFigures(
+            self._open_streams.total(), self._admission.closed, dict(self._admission.refused)
+        )
+        return Response(exposition(fleet, gateway), media_type=CONTENT_TYPE)
 
     async def create_tenant(self, request: Request) -> Response:
         body = await _body(request, ("name", "namespaces"))
@@ -125,8 +148,22 @@ class _Admin:
         return _json(await self._backend.ranks())
 
     async def drain(self, request: Request) -> Response:
-        await _body(request, ())
-        return _json(await self._backend.drain())
+        """Close the door, then wait up to ``wait_s`` until nothing runs: ``quiet`` says whether that came true."""
+        body = await _body(request, ("wait_s",))
+        wait_s = body.get("wait_s", 0)
+        if type(wait_s) not in (int, float) or not 0 <= wait_s <= _DEADLINE_MAX_S:
+            raise AdminRefusal(f"wait_s must be a number from 0 to {_DEADLINE_MAX_S:g}")
+        self._admission.close()
+        answer = await self._backend.drain()
+        deadline_s = time.monotonic() + wait_s
+        while not (quiet := await self._is_quiet()) and time.monotonic() < deadline_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return _json({**answer, "quiet": quiet, "open_streams": self._open_streams.total()})
+
+    async def _is_quiet(self) -> bool:
+        replicas = (await self._backend.status()).get("replicas", ())
+        running = sum(replica.get("running", 0) + replica.get("waiting", 0) for replica in replicas)
+        return running == 0 and self._open_streams.total() == 0
 
 
 async def _body(request: Request, names: Iterable[str]) -> Mapping[str, Any]:

@@ -79,9 +79,14 @@ class AdminClient:
     def ranks(self) -> dict[str, Any]:
         return self._json("GET", "/admin/ranks")
 
-    def drain(self) -> dict[str, Any]:
-        """Stop admission and wait until no request runs."""
-        return self._json("POST", "/admin/drain", timeout_s=300.0)
+    def drain(self, wait_s: float = 0.0) -> dict[str, Any]:
+        """Stop admission and wait up to ``wait_s`` until no request runs; ``quiet`` says whether that came true."""
+        body = {"wait_s": wait_s} if wait_s else None
+        return self._json("POST", "/admin/drain", body, timeout_s=wait_s + 60.0)
+
+    def metrics(self) -> str:
+        """Prometheus's text format."""
+        return self._send("GET", "/metrics").text
 
     def _json(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0

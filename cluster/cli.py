@@ -130,6 +130,26 @@ def status(
 
 
 @app.command()
+def drain(
+    wait_s: Annotated[
+        float, typer.Option("--wait-s", min=0.0, max=3600.0, help="Longest wait until nothing runs.")
+    ] = 300.0,
+    config_file: ConfigFile = None,
+    state_dir: StateDir = None,
+    admin_socket: AdminSocket = None,
+    json: JsonOption = False,
+) -> int:
+    """Take no new requests and let the running ones finish. Exit code 0 nothing runs, 3 something still does."""
+    with _admin(config_file, state_dir, admin_socket) as admin:
+        answer = admin.drain(wait_s)
+    text = (
+        "drained: nothing runs" if answer["quiet"] else f"draining: something still runs after {wait_s:g} s"
+    )
+    Output(json).emit({"ok": answer["quiet"], **answer}, text)
+    return 0 if answer["quiet"] else 3
+
+
+@app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(help="The receipt id of the request.")],
     key_file: Annotated[

@@ -20,6 +20,7 @@ from copyhold.namespace.sessions import SessionStore
 from copyhold.namespace.store_target import StoreTarget
 
 from .admin_app import create_admin_app
+from .http_admission import Admission
 from .http_app import create_tenant_app
 from .http_schema import GatewaySettings, ServedModelInfo
 from .http_stream import OpenStreams
@@ -47,6 +48,7 @@ class Gateway:
         self._authority = authority
         self._coordinator = coordinator
         self._open_streams = OpenStreams()
+        self._admission = Admission()
         self._port = 0
         self._servers: list[uvicorn.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,11 +69,16 @@ class Gateway:
             name=spec.model_name, max_model_len=spec.max_model_len, vocab_size=spec.vocab_size
         )
         settings = GatewaySettings(max_tokens_default=spec.max_tokens_default)
-        tenant_app = create_tenant_app(backend, tokenizer, model, settings, self._open_streams)
+        if await self._authority.draining.remote():
+            self._admission.close()
+        tenant_app = create_tenant_app(
+            backend, tokenizer, model, settings, self._open_streams, admission=self._admission
+        )
         tenant_socket = socket.create_server((spec.host, port), reuse_port=False)
         self._port = int(tenant_socket.getsockname()[1])
         await self._serve(tenant_app, tenant_socket)
-        await self._serve(create_admin_app(RayAdminBackend(self._authority)), self._bind_admin())
+        admin_app = create_admin_app(RayAdminBackend(self._authority), self._open_streams, self._admission)
+        await self._serve(admin_app, self._bind_admin())
         return self._port
 
     async def close_streams(self, namespace: str, below_generation: int) -> int:

@@ -21,14 +21,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from copyhold.actors.errors import ActorError
 from copyhold.models.errors import ChatTemplateError
 from copyhold.models.tokenizer import ChatTokenizer
 from copyhold.namespace.authority import Authorization
+from copyhold.namespace.errors import NamespaceError
 
 from .backend import TenantBackend
 from .explain import explanation, receipt_projection
+from .http_admission import Admission
 from .http_auth import Gatekeeper
-from .http_errors import body_too_large, exception_handlers, invalid, model_not_found
+from .http_errors import ApiError, body_too_large, exception_handlers, invalid, model_not_found
 from .http_exchange import Exchange, Plan
 from .http_generate import Answers, LateStarts, PromptPlan
 from .http_reply import ChatForm, CompletionForm, Reply, ReplyForm, ReplyHead
@@ -56,9 +59,14 @@ def create_tenant_app(
     open_streams: OpenStreams | None = None,
     monotonic: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
+    admission: Admission | None = None,
 ) -> Starlette:
-    """Build the tenant port's application. ``open_streams`` is the register that a revocation closes."""
+    """Build the tenant port's application.
+
+    ``open_streams`` is the register that a revocation closes, ``admission`` the door that a drain closes.
+    """
     gateway = Gateway(backend, tokenizer, model, settings or GatewaySettings(), monotonic, wall_clock)
+    gateway.admission = admission or Admission()
     streams = open_streams or OpenStreams()
     chat = GenerationEndpoint(gateway, streams, ChatForm(), gateway.plan_chat)
     completion = GenerationEndpoint(gateway, streams, CompletionForm(), gateway.plan_completion)
@@ -92,11 +100,17 @@ class Gateway:
         self.model = model
         self.settings = settings
         self.wall_clock = wall_clock
+        self.admission = Admission()
         self._gatekeeper = Gatekeeper(backend, settings, monotonic)
         self._late = LateStarts()
 
     async def authorize(self, request: Request, request_id: str) -> Authorization:
-        return await self._gatekeeper.authorize(request, request_id)
+        """As the gatekeeper does; a refusal is counted."""
+        try:
+            return await self._gatekeeper.authorize(request, request_id)
+        except (ApiError, NamespaceError, ActorError) as error:
+            self.admission.count_refused(error)
+            raise
 
     def answers(self, authorization: Authorization) -> Answers:
         return Answers(self.backend, self.tokenizer, authorization, self._late)
@@ -166,7 +180,7 @@ class Gateway:
         return json_response({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        if await self.backend.ready():
+        if not self.admission.closed and await self.backend.ready():
             return json_response({"status": "ready"})
         return json_response({"status": "not_ready"}, 503)
 
@@ -201,6 +215,7 @@ class GenerationEndpoint:
         request = Request(scope, receive)
         request_id = new_request_id()
         authorization = await gateway.authorize(request, request_id)
+        gateway.admission.enter()
         plan = await self._make_plan(decode_body(await read_body(request, gateway.settings)))
         answers = gateway.answers(authorization)
         grant = authorization.grant

@@ -36,6 +36,9 @@ _PUBLIC_KINDS: dict[str, tuple[int, str]] = {
     "cancelled": (503, "The request was cancelled."),
     "internal_error": (500, "The service failed on this request."),
 }
+_REPEATABLE_KINDS = ("service_unavailable", "replica_stopped")
+_RETRY_S = 1
+_DRAINING_RETRY_S = 5
 _FOLDED_KINDS = {"ranks_differ": "replica_stopped", "transport_closed": "replica_stopped"}
 
 
@@ -116,6 +119,13 @@ def too_many_failures(retry_after_s: int) -> ApiError:
     return ApiError(429, message, "rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
 
+def draining() -> ApiError:
+    """The refusal of a server that an operator drains; what runs goes on."""
+    message = "The service is being stopped and takes no new requests; another may take it."
+    headers = {"retry-after": str(_DRAINING_RETRY_S)}
+    return ApiError(503, message, ServiceUnavailable.kind, kind=ServiceUnavailable.kind, headers=headers)
+
+
 def failure(kind: str, message: str = "", param: str | None = None) -> ApiError:
     """The public form of a failure kind; only ``invalid_request`` keeps its message."""
     if kind == InvalidRequest.kind:
@@ -127,7 +137,8 @@ def failure(kind: str, message: str = "", param: str | None = None) -> ApiError:
     if public not in _PUBLIC_KINDS:
         public = ServiceUnavailable.kind
     status, text = _PUBLIC_KINDS[public]
-    return ApiError(status, text, public, kind=public)
+    headers = {"retry-after": str(_RETRY_S)} if public in _REPEATABLE_KINDS else None
+    return ApiError(status, text, public, kind=public, headers=headers)
 
 
 def to_api_error(error: Exception) -> ApiError:

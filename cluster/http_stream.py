@@ -104,6 +104,10 @@ class OpenStreams:
     def count(self, namespace: str) -> int:
         return len(self._streams.get(namespace, ()))
 
+    def total(self) -> int:
+        """Open answers of every namespace together."""
+        return sum(len(streams) for streams in self._streams.values())
+
     async def close(self, namespace: str, below_generation: int) -> int:
         """Cut every answer of ``namespace`` below a generation; return how many, after all have ended.
 

@@ -127,6 +127,7 @@ class Keeper:
 
     def _keep_authority(self) -> None:
         """A restarted authority has half-done revocations to finish."""
+        self._authority.note_recoveries.remote(self.recoveries)
         boot_id = self._get(self._authority.boot_id.remote())
         if boot_id != self._boot_id:
             self._boot_id = boot_id

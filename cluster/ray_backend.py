@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import ray
 from ray.exceptions import RayError
@@ -24,7 +25,10 @@ from copyhold.kvcore.identity import chain_digests
 from copyhold.models.sampling import SamplingParams
 from copyhold.namespace.authority import Authorization
 from copyhold.namespace.errors import NamespaceError
+from copyhold.namespace.grants import Grant
 from copyhold.namespace.sessions import SessionStore
+
+from .ray_retry import RetryingGeneration
 
 _READY_TIMEOUT_S = 4.0
 
@@ -89,20 +93,27 @@ class RayTenantBackend:
         max_new_tokens: int,
         stop_token_ids: tuple[int, ...],
         sampling: SamplingParams,
-    ) -> RayGeneration:
+    ) -> RetryingGeneration:
         """Route and start; the returned stream begins with ``Admitted`` or a ``Failed``."""
-        route = await self._route(authorization, tokens)
         request = GenerateRequest(
             request_id=request_id,
             grant=authorization.grant,
             secret=authorization.secret,
-            route=route,
+            route=await self._route(authorization.grant, authorization.secret, tokens),
             tokens=tokens,
             max_new_tokens=max_new_tokens,
             stop_token_ids=stop_token_ids,
             sampling=sampling,
         )
-        replica = self._replica(route.incarnation)
+        return RetryingGeneration(request, self._started(request), self._restarted)
+
+    async def _restarted(self, request: GenerateRequest) -> RayGeneration:
+        """The same request under a fresh route. Raises ``ServiceUnavailable`` while none serves."""
+        route = await self._route(request.grant, request.secret, request.tokens)
+        return self._started(msgspec.structs.replace(request, route=route))
+
+    def _started(self, request: GenerateRequest) -> RayGeneration:
+        replica = self._replica(request.route.incarnation)
         stream = replica.generate.options(num_returns="streaming").remote(request)
         return RayGeneration(replica, request, stream)
 
@@ -121,10 +132,10 @@ class RayTenantBackend:
         except (RayError, TimeoutError):
             return False
 
-    async def _route(self, authorization: Authorization, tokens: bytes) -> RouteReceipt:
-        digests = chain_digests(authorization.secret, np.frombuffer(tokens, dtype="<i4"), DIGEST_EVERY_TOKENS)
+    async def _route(self, grant: Grant, secret: bytes, tokens: bytes) -> RouteReceipt:
+        digests = chain_digests(secret, np.frombuffer(tokens, dtype="<i4"), DIGEST_EVERY_TOKENS)
         try:
-            route = await self._coordinator.route.remote(authorization.grant, digests)
+            route = await self._coordinator.route.remote(grant, digests)
         except RayError as error:
             raise ServiceUnavailable(f"the coordinator is gone ({type(error).__name__})") from error
         if route is None:
@@ -132,8 +143,12 @@ class RayTenantBackend:
         return route
 
     def _replica(self, name: str) -> Any:
+        """The actor of a replica incarnation. Raises ``ServiceUnavailable`` when it is gone."""
         if name not in self._replicas:
-            self._replicas[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+            try:
+                self._replicas[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+            except ValueError as error:
+                raise ServiceUnavailable(f"{name} is gone") from error
         return self._replicas[name]
 
 
@@ -175,6 +190,9 @@ class RayAdminBackend:
 
     async def drain(self) -> dict[str, Any]:
         return await self._ask("drain")
+
+    async def metrics(self) -> dict[str, Any]:
+        return await self._ask("metrics")
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         try:

@@ -71,6 +71,9 @@ class ScriptedAdmin:
     async def drain(self) -> dict[str, Any]:
         return self._called("drain")
 
+    async def metrics(self) -> dict[str, Any]:
+        return self._called("metrics")
+
 
 @pytest.fixture
 def admin() -> ScriptedAdmin:
@@ -86,11 +89,8 @@ def http(live_server: LiveServer, admin: ScriptedAdmin) -> httpx.Client:
 @pytest.mark.parametrize(
     "method, path, body, status, call",
     [
-        ("GET", "/admin/status", None, 200, ["status"]),
         ("GET", "/admin/pool", None, 200, ["pool"]),
         ("GET", "/admin/ranks", None, 200, ["ranks"]),
-        ("POST", "/admin/drain", None, 200, ["drain"]),
-        ("POST", "/admin/drain", {}, 200, ["drain"]),
         ("POST", "/admin/tenants", {"name": "a"}, 201, ["create_tenant", "a", None]),
         ("POST", "/admin/tenants", {"name": "a", "namespaces": ["x"]}, 201, ["create_tenant", "a", ["x"]]),
         ("POST", "/admin/tenants/a/keys", None, 201, ["create_key", "a"]),
