@@ -56,6 +56,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     num_blocks: int
     max_requests: int
     max_model_len: int
+    vocab_size: int
     step_tokens: int
     prefill_chunk_tokens: int
     channel_path: str
@@ -107,7 +108,7 @@ class Replica:
             self._spec.max_model_len,
             self._spec.incarnation,
         )
-        budget = StepBudget(self._spec.step_tokens, self._spec.prefill_chunk_tokens)
+        budget = StepBudget(self._spec.step_tokens, self._spec.prefill_chunk_tokens, self._spec.vocab_size)
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(genesis, budget, self._published)
         executor = ChannelExecutor(self._listener, self._spec.step_timeout_s)

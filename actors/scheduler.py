@@ -48,10 +48,14 @@ CANCELLED = Failed("cancelled", "the request was cancelled by its client")
 
 
 class StepBudget(msgspec.Struct, frozen=True):
-    """How much one step may compute; tokens. A prompt longer than ``prefill_chunk_tokens`` takes several steps."""
+    """How much one step may compute; tokens. A prompt longer than ``prefill_chunk_tokens`` takes several steps.
+
+    ``vocab_size`` bounds the ids a step can embed: a larger one would stop the ranks, so it is refused at submission.
+    """
 
     step_tokens: int
     prefill_chunk_tokens: int
+    vocab_size: int = 1 << 31
 
 
 class FloorFacts(msgspec.Struct):
@@ -120,14 +124,22 @@ class Scheduler:
         Raises: ``InvalidRequest`` (it can never be served), ``NamespaceRevoked``; nothing is kept then.
         """
         entry = Entry(submission, put)
-        total = len(entry.prompt) + submission.max_new_tokens
-        if len(entry.prompt) == 0:
+        self._check(entry.prompt, submission.max_new_tokens)
+        if self._below_floor(entry):
+            raise NamespaceRevoked("the grant's generation has been revoked")
+        self._waiting.append(entry)
+        return entry
+
+    def _check(self, prompt: np.ndarray, max_new_tokens: int) -> None:
+        """Raises ``InvalidRequest`` for a prompt that can never be served."""
+        total = len(prompt) + max_new_tokens
+        if len(prompt) == 0:
             raise InvalidRequest("the prompt is empty", "prompt")
-        if int(entry.prompt.min()) < 0:
-            raise InvalidRequest("the prompt holds a negative token id", "prompt")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self._budget.vocab_size:
+            raise InvalidRequest("the prompt holds a token id outside the vocabulary", "prompt")
         if total > self._genesis.max_model_len:
             raise InvalidRequest(
-                f"prompt ({len(entry.prompt)}) and max_tokens ({submission.max_new_tokens}) exceed the context of "
+                f"prompt ({len(prompt)}) and max_tokens ({max_new_tokens}) exceed the context of "
                 f"{self._genesis.max_model_len} tokens",
                 "max_tokens",
             )
@@ -135,10 +147,6 @@ class Scheduler:
             raise InvalidRequest(
                 f"{total} tokens can never fit the pool of {self._num_blocks} blocks", "prompt"
             )
-        if self._below_floor(entry):
-            raise NamespaceRevoked("the grant's generation has been revoked")
-        self._waiting.append(entry)
-        return entry
 
     def cancel(self, entry: Entry) -> None:
         """The client is gone: its blocks are released with the next plan."""

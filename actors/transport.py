@@ -37,8 +37,9 @@ def send_message(sock: socket.socket, message: bytes) -> None:
             sock.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         finally:
             os.close(descriptor)
-    except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError) as error:
-        raise TransportClosed(f"step channel closed while sending {len(message)} bytes") from error
+    except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, TimeoutError) as error:
+        reason = "does not read" if isinstance(error, TimeoutError) else "closed the step channel"
+        raise TransportClosed(f"a peer {reason} while {len(message)} bytes were sent") from error
 
 
 def receive_message(sock: socket.socket) -> bytes:

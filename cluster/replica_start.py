@@ -121,6 +121,7 @@ class ReplicaStarter:
             num_blocks=config.pool_tokens // config.block_size,
             max_requests=config.max_requests,
             max_model_len=self._max_model_len,
+            vocab_size=self._checkpoint.config.vocab_size,
             step_tokens=config.step_budget_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             channel_path=self._channel_path(running.incarnation),
