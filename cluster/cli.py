@@ -20,7 +20,7 @@ from copyhold import __version__
 
 from .cli_options import ConfigFile, JsonOption, StateDir, state_folder, with_config
 from .cli_output import Output, error_document, error_line, progress_on_stderr, table
-from .config import Config
+from .config import Config, Settings, load_config
 from .errors import ClusterError, StopFailed, TenantRequestFailed, UsageError, stable_name
 from .server_record import find_server
 
@@ -38,8 +38,10 @@ app = typer.Typer(
 )
 tenants = typer.Typer(help="Tenants of the running server, their keys and namespaces.", no_args_is_help=True)
 certificates = typer.Typer(help="Revocation certificates.", no_args_is_help=True)
+configuration = typer.Typer(help="Settings: what holds, and whether a file is right.", no_args_is_help=True)
 app.add_typer(tenants, name="tenants")
 app.add_typer(certificates, name="certificate")
+app.add_typer(configuration, name="config")
 
 
 def _print_version(asked: bool) -> None:
@@ -168,6 +170,25 @@ def explain(
     )
     sentence = answer.get("explanation")
     Output(json).emit({"ok": True, **answer}, sentence if isinstance(sentence, str) else _flat_text(answer))
+
+
+@configuration.command("show")
+@with_config()
+def config_show(settings: Settings, json: JsonOption = False) -> None:
+    """The effective value of every key with unit, bounds and source, as `serve` with the same options has it."""
+    from .config_report import settings_report, settings_rows
+
+    text = table(settings_rows(settings), ("KEY", "VALUE", "UNIT", "BOUNDS", "SOURCE"))
+    Output(json).emit({"ok": True, "settings": settings_report(settings)}, text)
+
+
+@configuration.command("check")
+def config_check(
+    file: Annotated[Path, typer.Argument(help="The TOML file.")], json: JsonOption = False
+) -> None:
+    """Whether a file is a valid configuration. Exit code 0 valid, 2 not, with the key and the nearest valid one."""
+    load_config(file)
+    Output(json).emit({"ok": True, "file": str(file)}, f"{file} is valid")
 
 
 @tenants.command("create")

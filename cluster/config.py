@@ -252,19 +252,28 @@ def load_settings(
     for key in values:
         if key not in FIELDS:
             raise ConfigError(key, f"unknown key {key!r}{_suggestion(key)}")
+    _refuse_open_passwords(file, from_file, given)
     config = Config(**{key: _widen(FIELDS[key], value) for key, value in values.items()})
-    for key in STORE_KEYS:
-        address = config.store_address(key)
-        if address is None or address.password is None:
-            continue
-        if key in given:
-            raise ConfigError(key, f"{key} holds a password: {_PASSWORD_SEEN}")
-        if file is not None and key in from_file and file.stat().st_mode & 0o077:
-            raise ConfigError(key, f"{key} in {file} holds a password: the file's mode must be 0600")
     sources = {
         key: "command line" if key in given else "file" if key in from_file else "default" for key in FIELDS
     }
     return Settings(config, sources)
+
+
+def _refuse_open_passwords(file: Path | None, from_file: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """A password that others can read is refused before anything else is said about its key."""
+    for key in STORE_KEYS:
+        if _holds_password(given.get(key)):
+            raise ConfigError(key, f"{key} holds a password: {_PASSWORD_SEEN}")
+        if file is not None and _holds_password(from_file.get(key)) and file.stat().st_mode & 0o077:
+            raise ConfigError(key, f"{key} in {file} holds a password: the file's mode must be 0600")
+
+
+def _holds_password(address: Any) -> bool:
+    try:
+        return isinstance(address, str) and parse_store_address(address).password is not None
+    except StoreAddressRefused:
+        return False
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -280,7 +289,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 def _suggestion(key: str) -> str:
     near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "; `copyhold serve --help` lists all keys"
+    return f"; did you mean {near[0]!r}?" if near else "; `copyhold config show` lists all keys"
 
 
 def _widen(spec: FieldSpec, value: Any) -> Any:

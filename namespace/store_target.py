@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from typing import Any
-from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import msgspec
 
@@ -71,7 +71,7 @@ def parse_store_address(text: str) -> StoreAddress:
             raise StoreAddressRefused("after the host only a database number may follow, as in /0")
         server = f"{parts.hostname}:{port or 6379}"
     password = None if parts.password is None else unquote(parts.password)
-    plain = urlunsplit(parts._replace(netloc=_netloc(parts, keep_user=True)))
+    plain = _spelled(parts, _netloc(parts, keep_user=True))
     return StoreAddress(plain, password, server, parts.scheme == "rediss")
 
 
@@ -83,7 +83,7 @@ def shown_address(text: str) -> str:
         parts = urlsplit(parse_store_address(text).url)
     except StoreAddressRefused:
         return "(not a store address)"
-    return urlunsplit(parts._replace(netloc=_netloc(parts, keep_user=False)))
+    return _spelled(parts, _netloc(parts, keep_user=False))
 
 
 def read_password(path: str) -> str:
@@ -116,6 +116,11 @@ def _unix_server(parts: SplitResult) -> str:
     if parts.query and not (name == "db" and number.isdecimal()):
         raise StoreAddressRefused("after ? only db=NUMBER may follow")
     return f"unix:{os.path.realpath(parts.path)}"
+
+
+def _spelled(parts: SplitResult, netloc: str) -> str:
+    """``urlunsplit`` would drop the slashes of an empty host, which clients look for."""
+    return f"{parts.scheme}://{netloc}{parts.path}" + (f"?{parts.query}" if parts.query else "")
 
 
 def _netloc(parts: SplitResult, keep_user: bool) -> str:
