@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from copyhold.kernels import cpu, reference
 from copyhold.kernels.pool import KVPool
@@ -13,6 +14,14 @@ RNG_SEED = 7
 
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(RNG_SEED + sum(shape)).standard_normal(shape, dtype=np.float32)
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
 
 
 def test_written_rows_read_back_and_nothing_else_changes() -> None:
@@ -78,5 +87,49 @@ def test_nothing_compiles_after_warm_up() -> None:
     cpu.paged_attention(q, pool.k[0], pool.v[0], tables, starts, lens, np.float32(0.1), np.empty_like(q))
     cpu.add_rms_norm(normal(8, 576), normal(8, 576), normal(576), np.float32(1e-5), normal(8, 576))
     cpu.silu_mul(normal(8, 64), normal(8, 32))
+    narrow = to_bfloat16(normal(8, 64))
+    cpu.add_rms_norm(normal(8, 64), narrow, normal(64), np.float32(1e-5), np.empty_like(narrow))
+    cpu.silu_mul(narrow, to_bfloat16(normal(8, 32)))
+    qkv = to_bfloat16(normal(40, 15 * 64))
+    cpu.rotate_and_write(qkv, cos, cos, slots, slots, pool.k[0], pool.v[0], q)
+    attended = np.empty(q.shape, dtype=np.uint16)
+    cpu.paged_attention(q, pool.k[0], pool.v[0], tables, starts, lens, np.float32(0.1), attended)
     assert cpu.compile_counts() == before
-    assert all(signatures == 1 for signatures, _ in before.values())
+    assert {name: signatures for name, (signatures, _) in before.items()} == {
+        "write_rows": 1,
+        "rotate_and_write": 2,
+        "paged_attention": 2,
+        "add_rms_norm": 2,
+        "silu_mul": 2,
+    }
+
+
+def test_bfloat16_activations_give_the_rounded_results_of_float32() -> None:
+    gate_up, delta, x = normal(4, 96) * 4, normal(4, 48), normal(5, 48)[:4].copy()
+    gate_up, delta = from_bfloat16(to_bfloat16(gate_up)), from_bfloat16(to_bfloat16(delta))
+    wide, narrow = np.empty((4, 48), dtype=np.float32), np.empty((4, 48), dtype=np.uint16)
+    cpu.silu_mul(gate_up, wide)
+    cpu.silu_mul(to_bfloat16(gate_up), narrow)
+    assert np.array_equal(narrow, to_bfloat16(wide))
+    same = x.copy()
+    cpu.add_rms_norm(x, delta, normal(48), np.float32(1e-5), wide)
+    cpu.add_rms_norm(same, to_bfloat16(delta), normal(48), np.float32(1e-5), narrow)
+    assert np.array_equal(x, same) and np.array_equal(narrow, to_bfloat16(wide))
+    pools = KVPool(1, 3, 3, 16), KVPool(1, 3, 3, 16)
+    qkv, rows = from_bfloat16(to_bfloat16(normal(7, 15 * 16))), np.arange(7, dtype=np.int64)
+    queries = np.empty((2, 7, 9, 16), dtype=np.float32)
+    for pool, projected, q in zip(pools, (qkv, to_bfloat16(qkv)), queries, strict=True):
+        cpu.rotate_and_write(projected, normal(9, 8), normal(9, 8), rows, rows, pool.k[0], pool.v[0], q)
+    assert np.array_equal(queries[0], queries[1]) and np.array_equal(pools[0].k, pools[1].k)
+    assert np.array_equal(pools[0].v, pools[1].v)
+
+
+def test_bfloat16_output_of_attention_rounds_ties_to_even_and_keeps_nan() -> None:
+    pool = KVPool(1, 1, 1, 16)
+    values = [1.0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, -3.4e38, 1e-40, np.inf, -np.inf, np.nan, 0.0]
+    pool.v[0, 0, 0, 0, : len(values)] = values
+    q, out = normal(1, 1, 16), np.empty((1, 1, 16), dtype=np.uint16)
+    one, table = np.array([0, 1], dtype=np.int32), np.zeros((1, 1), dtype=np.int32)
+    cpu.paged_attention(q, pool.k[0], pool.v[0], table, one, one[1:], np.float32(1), out)
+    expected = torch.from_numpy(pool.v[0, 0, 0, 0]).bfloat16().float().numpy()
+    np.testing.assert_array_equal(from_bfloat16(out[0, 0]), expected)
