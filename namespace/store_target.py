@@ -89,17 +89,19 @@ def shown_address(text: str) -> str:
 def read_password(path: str) -> str:
     """The password in ``path``, less one line end. Raises: SecretFileExposed, SecretFileDamaged; nothing is kept."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise SecretFileExposed(path, f"it cannot be opened ({error.strerror})") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise SecretFileExposed(path, "it is not a regular file")
         if status.st_mode & 0o077 or status.st_uid != os.geteuid():
             mode = f"{stat.S_IMODE(status.st_mode):04o}"
             raise SecretFileExposed(path, f"its mode is {mode}; it must be 0600 and yours")
-        content = file.read(_PASSWORD_BYTES_MAX + 1)
+        content = os.read(descriptor, _PASSWORD_BYTES_MAX + 1)
+    finally:
+        os.close(descriptor)
     try:
         password = content.decode().removesuffix("\n")
     except UnicodeDecodeError:
