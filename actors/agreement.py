@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from copyhold.kvcore.audit import AuditViolation, audit
+from copyhold.kvcore.ledger import Ledger
+
 from .errors import RanksDiffer, ReplicaStopped
 from .plan import StepEvidence, StepPlan
 
@@ -70,3 +73,12 @@ class Agreement:
             self._last_compared_index,
             self._digest.hex(),
         )
+
+
+def ledger_findings(ledger: Ledger) -> list[str]:
+    """What an audit from scratch finds wrong in one ledger; empty when nothing is."""
+    try:
+        audit(ledger)
+    except AuditViolation as violation:
+        return list(violation.findings)
+    return []

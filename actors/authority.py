@@ -235,6 +235,14 @@ class NamespaceActor:
             "ranks": await self._fleet.worker_status(),
         }
 
+    async def audit_ledgers(self) -> dict[str, Any] | Refusal:
+        """Every ledger recomputed from scratch, on the scheduler's side and on every rank."""
+        self._authority.record_call("operator", "audit_ledgers", "cluster", {})
+        try:
+            return {"findings": await self._fleet.audit_ledgers()}
+        except NamespaceError as error:
+            return error
+
     async def drain(self) -> dict[str, Any] | Refusal:
         """Admit nothing more on any replica."""
         try:

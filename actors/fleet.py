@@ -143,6 +143,15 @@ class RayFleet:
         found = [await self._ask(name, "audit_kv", namespace, samples) for name in self._replicas()]
         return [rank for ranks in found for rank in ranks]
 
+    async def audit_ledgers(self) -> dict[str, list[str]]:
+        """By actor: what an audit of its ledger found wrong. Raises ``FleetUnreachable``."""
+        found: dict[str, list[str]] = {}
+        for member in self._members():
+            names = [member.incarnation, *(worker_name(member.incarnation, r) for r in range(member.ranks))]
+            for name in names:
+                found[name] = await self._ask(name, "audit_ledger")
+        return found
+
     async def drain(self) -> list[dict[str, Any]]:
         """Stop admission everywhere; a lost replica admits nothing anyway and says so."""
         return await self._ask_each(self._replicas(), "drain")

@@ -28,6 +28,7 @@ from copyhold.namespace.records import IncarnationRecord, RankEvidence
 from copyhold.namespace.sessions import SessionStore
 from copyhold.namespace.store_target import StoreTarget
 
+from .agreement import ledger_findings
 from .engine import Engine
 from .errors import ActorError, InvalidRequest, ReplicaStopped
 from .executor import ChannelExecutor
@@ -264,6 +265,11 @@ class Replica:
     async def pool(self) -> dict[str, Any]:
         """Gauge and, per namespace, the blocks its index holds; one snapshot between two steps."""
         return await asyncio.wrap_future(self._serving_engine().call(self._pool_snapshot))
+
+    async def audit_ledger(self) -> list[str]:
+        """Everything in which the scheduler's ledger contradicts itself; taken between two steps."""
+        call = self._serving_engine().call(lambda: ledger_findings(self._scheduler.ledger))
+        return await asyncio.wrap_future(call)
 
     async def audit_kv(self, namespace: str, samples: int) -> list[dict[str, Any]]:
         """Compare sampled K/V rows of the namespace's longest cached prefix with a cold recompute on every rank."""

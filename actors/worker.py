@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from .agreement import ledger_findings
 from .errors import TransportClosed
 from .plan import StepEvidence, decode_plan, encode_evidence
 from .transport import connect, receive_message, send_message
@@ -141,6 +142,10 @@ class TPWorker:
 
         self._thread = threading.Thread(target=loop, name="copyhold-rank", daemon=True)
         self._thread.start()
+
+    def audit_ledger(self) -> list[str]:
+        """Everything in which this rank's ledger contradicts itself, recomputed from scratch; empty is right."""
+        return ledger_findings(self._rank.ledger)
 
     def status(self) -> WorkerStatus:
         """Position and health of the rank."""

@@ -34,7 +34,7 @@ def world_of(checkpoint: ConvertedCheckpoint, block_size: int) -> bytes:
         cache_abi=CACHE_ABI,
         groups=(group,),
         position_contract=f"rope theta={config.rope_theta!r} scaling={scaling!r} from 0, contiguous",
-        quantization="float32",
+        quantization=checkpoint.dtype,
         tp_degree=checkpoint.tp_size,
         kv_head_partition=tuple(len(part.kv_heads) for part in checkpoint.partitions),
         num_layers=config.num_layers,

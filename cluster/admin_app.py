@@ -71,6 +71,7 @@ def create_admin_app(
         Route("/admin/certificates/{certificate_id}", admin.certificate),
         Route("/admin/public-key", admin.public_key),
         Route("/admin/audit/kv", admin.audit_kv, methods=["POST"]),
+        Route("/admin/audit/ledgers", admin.audit_ledgers, methods=["POST"]),
         Route("/admin/pool", admin.pool),
         Route("/admin/ranks", admin.ranks),
         Route("/admin/drain", admin.drain, methods=["POST"]),
@@ -140,6 +141,9 @@ class _Admin:
         if type(samples) is not int or not 1 <= samples <= _SAMPLES_MAX:
             raise AdminRefusal(f"samples must be an integer from 1 to {_SAMPLES_MAX}")
         return _json(await self._backend.audit_kv(_string(body, "namespace"), samples))
+
+    async def audit_ledgers(self, request: Request) -> Response:
+        return _json(await self._backend.audit_ledgers())
 
     async def pool(self, request: Request) -> Response:
         return _json(await self._backend.pool())

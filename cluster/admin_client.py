@@ -73,6 +73,10 @@ class AdminClient:
         body = {"namespace": namespace, "samples": samples}
         return self._json("POST", "/admin/audit/kv", body, timeout_s=300.0)
 
+    def audit_ledgers(self) -> dict[str, Any]:
+        """What audits of every ledger found wrong, by actor; empty lists are right."""
+        return self._json("POST", "/admin/audit/ledgers", timeout_s=300.0)
+
     def pool(self) -> dict[str, Any]:
         return self._json("GET", "/admin/pool")
 

@@ -53,6 +53,7 @@ class Observed(msgspec.Struct):
     revocation: dict[str, Any]
     agreement: dict[str, Any]
     workers: list[dict[str, Any]]
+    findings: dict[str, list[str]]
     audit: list[dict[str, Any]]
     pool: dict[str, Any]
     memory: dict[str, Any]
@@ -109,6 +110,7 @@ def _play(server: Supervisor, say: Progress) -> Observed:
             revocation=revocation,
             agreement=ranks["replicas"][0]["agreement"],
             workers=ranks["ranks"],
+            findings=admin.audit_ledgers()["findings"],
             audit=audit,
             pool=admin.pool()["replicas"][0],
             memory=memory,
@@ -127,7 +129,7 @@ def judge(observed: Observed, config: Config) -> list[Check]:
         *check_isolation(observed.isolation),
         *check_explanations(observed.explain[0], observed.explain[1], config.block_size),
         *check_revocation(observed.revocation),
-        *check_ranks(observed.agreement, observed.audit, config.tp),
+        *check_ranks(observed.agreement, observed.findings, observed.audit, config.tp),
         check_pool(observed.pool),
         check_memory(observed.memory["pss_mib"]),
     ]
@@ -143,7 +145,12 @@ def _document(observed: Observed, checks: list[Check], elapsed_s: float) -> dict
         "isolation": plain["isolation"],
         "explain": plain["explain"],
         "revocation": plain["revocation"],
-        "ranks": {"agreement": plain["agreement"], "workers": plain["workers"], "kv_audit": plain["audit"]},
+        "ranks": {
+            "agreement": plain["agreement"],
+            "workers": plain["workers"],
+            "ledger_findings": plain["findings"],
+            "kv_audit": plain["audit"],
+        },
         "pool": plain["pool"],
         "memory": plain["memory"],
         "disk": plain["disk"],

@@ -218,8 +218,10 @@ def check_revocation(facts: dict[str, Any]) -> list[Check]:
     ]
 
 
-def check_ranks(agreement: dict[str, Any], audit: Sequence[dict[str, Any]], tp: int) -> list[Check]:
-    """All ledgers were compared often enough and never differed; K/V rows equal a cold recompute on every rank."""
+def check_ranks(
+    agreement: dict[str, Any], findings: dict[str, list[str]], audit: Sequence[dict[str, Any]], tp: int
+) -> list[Check]:
+    """All ledgers were compared often enough, never differed and audit clean; K/V rows equal a cold recompute."""
     largest = max((rank["max_abs_difference"] for rank in audit), default=float("inf"))
     rows = [rank["rows_compared"] for rank in audit]
     return [
@@ -230,6 +232,12 @@ def check_ranks(agreement: dict[str, Any], audit: Sequence[dict[str, Any]], tp: 
             and agreement["compared_log_indices"] >= LOG_INDICES_LEAST,
             agreement["compared_log_indices"],
             f"log indices compared over {agreement['ledgers']} ledgers, {agreement['differing']} differing",
+        ),
+        Check(
+            "ranks/audit",
+            len(findings) == tp + 1 and not any(findings.values()),
+            [finding for found in findings.values() for finding in found],
+            f"contradictions found by recomputing {len(findings)} ledgers from scratch",
         ),
         Check(
             "ranks/kv",

@@ -182,6 +182,9 @@ class RayAdminBackend:
     async def audit_kv(self, namespace: str, samples: int) -> dict[str, Any]:
         return await self._ask("audit_kv", namespace, samples)
 
+    async def audit_ledgers(self) -> dict[str, Any]:
+        return await self._ask("audit_ledgers")
+
     async def pool(self) -> dict[str, Any]:
         return await self._ask("pool")
 

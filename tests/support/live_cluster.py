@@ -105,10 +105,10 @@ def run_server(config: Config) -> Iterator[LiveServer]:
 SERVE = [sys.executable, "-c", "from copyhold.cluster.cli import main; main()"]
 
 
-def copyhold(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def copyhold(*arguments: str, timeout_s: float = 180.0) -> subprocess.CompletedProcess[str]:
     """The command line, as a process of its own."""
     return subprocess.run(
-        [*SERVE, *arguments], capture_output=True, text=True, timeout=180, check=False, **options
+        [*SERVE, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
     )
 
 

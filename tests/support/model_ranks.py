@@ -32,7 +32,8 @@ class ModelRanks:
             collective = GlooCollective(mine, rank, self._checkpoint.tp_size, 1, 20.0)
         heads = len(part.kv_heads)
         pool = KVPool(config.num_layers, self._num_blocks, heads, config.head_dim, self._block_size)
-        return LlamaShard(config, part, self._checkpoint.shard_path(rank), pool, collective, 64)
+        path, dtype = self._checkpoint.shard_path(rank), self._checkpoint.dtype
+        return LlamaShard(config, part, path, pool, collective, 64, dtype)
 
     def each(self, work: Callable[[LlamaShard], Result]) -> list[Result]:
         return list(self._threads.map(work, self.shards))
