@@ -62,6 +62,9 @@ class ScriptedAdmin:
     async def audit_kv(self, namespace: str, samples: int) -> dict[str, Any]:
         return self._called("audit_kv", namespace, samples)
 
+    async def audit_ledgers(self) -> dict[str, Any]:
+        return self._called("audit_ledgers")
+
     async def pool(self) -> dict[str, Any]:
         return self._called("pool")
 
