@@ -170,20 +170,34 @@ def test_serve_status_tenants_and_stop_work_together(
         assert server.wait(10) == 0
 
 
+def heed_interrupts() -> None:
+    """As in a terminal: a suite that runs in the background has SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_ends_well_on_a_signal_and_prints_one_document(
     server_options: list[str], number: signal.Signals
 ) -> None:
     arguments = command(["serve", "--json", *server_options])
     with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_interrupts,
     ) as server:
         assert server.stdout is not None and server.stderr is not None
         text = server.stdout.readline()
         while not text.endswith("\n}\n"):
             text += server.stdout.readline()
         server.send_signal(number)
-        rest, progress = server.communicate(timeout=20)
+        try:
+            rest, progress = server.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            server.terminate()
+            raise
     document = json.loads(text)
     assert rest == "" and server.returncode == 0
     assert document["ok"] and document["pid"] == server.pid

@@ -220,6 +220,15 @@ def test_an_exception_inside_the_block_passes_and_leaves_nothing(make: Make, err
     assert leftovers(server) == []
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the suite itself runs in the background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_unwinds_the_block_and_handlers_return(make: Make, number: signal.Signals) -> None:
     before = signal.getsignal(number)
