@@ -109,6 +109,7 @@ class TPWorker:
             self._pool,
             self._collective(port),
             self._spec.max_step_tokens,
+            self._checkpoint.dtype,
         )
         self._rank = Rank(self._spec.rank, self._spec.incarnation, self._shard, self._pool, self._signer)
 

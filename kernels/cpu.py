@@ -494,7 +494,8 @@ def warm_up() -> None:
         wide, narrow = np.zeros((1, 3 * TILE), activation), np.zeros((1, TILE), activation)
         rotate_and_write(wide, angles, angles, index, index, k, v, np.empty_like(rows))
         paged_attention(rows, k, v, table, starts, lens, np.float32(1), np.empty((1, 1, TILE), activation))
-        add_rms_norm(hidden, narrow, hidden[0].copy(), np.float32(1), narrow.copy())
+        for delta in (hidden.copy(), narrow):
+            add_rms_norm(hidden, delta, hidden[0].copy(), np.float32(1), narrow.copy())
         silu_mul(np.zeros((1, 2 * TILE), activation), narrow)
 
 

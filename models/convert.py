@@ -1,7 +1,7 @@
 """Owns the conversion of a checkpoint into per-rank shards in a cache folder.
 
 Invariant: a converted folder appears whole, by one rename, or not at all. Its name is the source's content
-digest, the format version and the number of ranks; a lock file makes a second conversion of the same thing
+digest, the format version, the number of ranks and the dtype; a lock file makes a second conversion of the same thing
 wait and then find the first one's result, and lets it clear what a killed one left. Tensors are streamed:
 peak memory is the largest tensor, not the model.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from .config import ModelConfig
 from .digests import Progress, content_digest
 from .errors import ModelFileMissing, ModelPackageMissing
-from .layout import FORMAT_VERSION, shard_name, shard_shapes
+from .layout import FORMAT_VERSION, Dtype, shard_name, shard_tensors
 from .manifest import (
     CHAT_TEMPLATE_NAME,
     MANIFEST_NAME,
@@ -54,9 +54,15 @@ def default_source() -> Path:
 
 
 def convert(
-    source: Path | None, cache_dir: Path, tp_size: int, progress: Progress | None = None
+    source: Path | None,
+    cache_dir: Path,
+    tp_size: int,
+    progress: Progress | None = None,
+    dtype: Dtype = "float32",
 ) -> ConvertedCheckpoint:
     """Shards of `source` (a .gguf file, a Hugging Face folder, None for the default) for `tp_size` ranks.
+
+    With `dtype` bfloat16 weights are rounded once, here; norms stay float32.
 
     Raises: `ModelFileMissing`, `ModelFileInvalid`, `UnsupportedModel`, `ModelPackageMissing`, `TooManyRanks`,
     `InvalidRankCount` (nothing appears in the cache).
@@ -64,12 +70,12 @@ def convert(
     path = default_source() if source is None else source
     report = progress or _silent
     digest = content_digest(_files(path), cache_dir, report)
-    name = f"{digest[:32]}-v{FORMAT_VERSION}-tp{tp_size}"
+    name = f"{digest[:32]}-v{FORMAT_VERSION}-tp{tp_size}-{dtype}"
     target = cache_dir / name
     if not target.is_dir():
         with _lock(cache_dir / f".{name}.lock"):
             if not target.is_dir():
-                _convert_into(target, path, digest, tp_size, report)
+                _convert_into(target, path, digest, tp_size, dtype, report)
     return load_checkpoint(target)
 
 
@@ -94,7 +100,9 @@ def _open(path: Path) -> CheckpointSource:
     return HuggingFaceSource(path)
 
 
-def _convert_into(target: Path, path: Path, digest: str, tp_size: int, report: Progress) -> None:
+def _convert_into(
+    target: Path, path: Path, digest: str, tp_size: int, dtype: Dtype, report: Progress
+) -> None:
     source = _open(path)
     parts = partition(source.config, tp_size)
     text = source.tokenizer()
@@ -102,12 +110,12 @@ def _convert_into(target: Path, path: Path, digest: str, tp_size: int, report: P
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        _write_shards(scratch, source, parts, report)
+        _write_shards(scratch, source, parts, dtype, report)
         (scratch / TOKENIZER_NAME).write_text(text.tokenizer_json, encoding="utf-8")
         if text.chat_template is not None:
             (scratch / CHAT_TEMPLATE_NAME).write_text(text.chat_template, encoding="utf-8")
         manifest = CheckpointManifest(
-            FORMAT_VERSION, path.name, digest, source.config, parts, text.bos_token, text.eos_token
+            FORMAT_VERSION, path.name, digest, source.config, parts, dtype, text.bos_token, text.eos_token
         )
         (scratch / MANIFEST_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         os.replace(scratch, target)
@@ -116,13 +124,19 @@ def _convert_into(target: Path, path: Path, digest: str, tp_size: int, report: P
 
 
 def _write_shards(
-    folder: Path, source: CheckpointSource, parts: tuple[RankPartition, ...], report: Progress
+    folder: Path,
+    source: CheckpointSource,
+    parts: tuple[RankPartition, ...],
+    dtype: Dtype,
+    report: Progress,
 ) -> None:
     config = source.config
     total = config.num_layers + 1
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(ShardWriter(folder / shard_name(p.rank, p.tp_size), shard_shapes(config, p)))
+            stack.enter_context(
+                ShardWriter(folder / shard_name(p.rank, p.tp_size), shard_tensors(config, p, dtype))
+            )
             for p in parts
         ]
         if not config.tied_embeddings:
@@ -137,7 +151,7 @@ def _write_shards(
         head = source.tensor("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
         for writer, part in zip(writers, parts, strict=True):
             writer.write("norm", norm)
-            writer.write("head", head[part.vocab.slice].T)
+            writer.write("head", head[part.vocab.slice])
         report("convert", total, total)
 
 
@@ -160,11 +174,11 @@ def _write_layer(
         keys = slice(part.kv_heads.start * dim, part.kv_heads.stop * dim)
         ffn = part.ffn.slice
         writer.write(to + "attn_norm", attn_norm)
-        writer.write(to + "qkv", np.concatenate([q[queries], k[keys], v[keys]]).T)
-        writer.write(to + "o", o[:, queries].T)
+        writer.write(to + "qkv", np.concatenate([q[queries], k[keys], v[keys]]))
+        writer.write(to + "o", o[:, queries])
         writer.write(to + "ffn_norm", ffn_norm)
-        writer.write(to + "gate_up", np.concatenate([gate[ffn], up[ffn]]).T)
-        writer.write(to + "down", down[:, ffn].T)
+        writer.write(to + "gate_up", np.concatenate([gate[ffn], up[ffn]]))
+        writer.write(to + "down", down[:, ffn])
 
 
 @contextmanager

@@ -22,11 +22,12 @@ from copyhold.kernels.pool import KVPool, split_table
 from .collective import Collective
 from .config import ModelConfig
 from .errors import NonFiniteLogits, PositionOutOfRange, TokenOutOfVocabulary
+from .layout import Dtype
 from .partition import RankPartition
 from .partition import partition as partitions_of
 from .rope import rope_tables
 from .sampling import RowDraw, sample_token
-from .scratch import Scratch
+from .scratch import Scratch, kernel_view
 from .weights import load_weights
 
 
@@ -44,6 +45,7 @@ class LlamaShard:
         pool: KVPool,
         collective: Collective,
         max_batch_tokens: int = 512,
+        dtype: Dtype = "float32",
     ) -> None:
         expected = (config.num_layers, len(partition.kv_heads), config.head_dim)
         found = (pool.num_layers, pool.kv_heads, pool.head_dim)
@@ -56,12 +58,17 @@ class LlamaShard:
         self.pool = pool
         self.collective = collective
         self._vocab_sizes = [len(part.vocab) for part in partitions_of(config, partition.tp_size)]
-        self._weights = load_weights(shard_path, config, partition)
+        self._weights = load_weights(shard_path, config, partition, dtype)
         cos, sin = rope_tables(config)
         self._cos, self._sin = cos.numpy(), sin.numpy()
         self._eps = np.float32(config.rms_eps)
         self._scale = np.float32(1 / math.sqrt(config.head_dim))
-        self._scratch = Scratch(config, partition, max_batch_tokens)
+        self._dtype: Dtype = dtype
+        self._scratch = self.new_scratch(max_batch_tokens)
+
+    def new_scratch(self, rows: int) -> Scratch:
+        """Activation buffers for batches of up to `rows` rows of this shard."""
+        return Scratch(self.config, self.partition, rows, self._dtype)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the batch's K/V rows and return logits `[L, local_vocab]` float32 of its `logit_rows`.
@@ -70,12 +77,12 @@ class LlamaShard:
         `CollectiveError` (the batch's own rows hold unspecified values).
         """
         if batch.num_tokens > self._scratch.capacity:
-            self._scratch = Scratch(self.config, self.partition, batch.num_tokens)
+            self._scratch = self.new_scratch(batch.num_tokens)
         hidden = self.hidden_states(batch, self.pool, self._scratch)
         rows = hidden.index_select(
             0, torch.from_numpy(np.ascontiguousarray(batch.logit_rows, dtype=np.int64))
         )
-        return torch.mm(rows, self._weights.head)
+        return self._weights.head(rows).float()
 
     def hidden_states(self, batch: StepBatch, pool: KVPool, scratch: Scratch) -> torch.Tensor:
         """All layers and the final norm against `pool`; the result is a `[T, hidden]` view of `scratch`."""
@@ -87,22 +94,19 @@ class LlamaShard:
         lens = np.array(batch.context_lens, dtype=np.int32)
         positions = np.array(batch.positions, dtype=np.int64)
         slots = np.array(batch.slots, dtype=np.int64)
-        self._embed(batch, views.delta)
-        views.x.zero_()
+        views.x.fill(0)
+        delta = self._embed(batch)
         for layer, w in enumerate(self._weights.layers):
             k, v = pool.k[layer], pool.v[layer]
-            cpu.add_rms_norm(views.x_np, views.delta_np, w.attn_norm, self._eps, views.normed_np)
-            torch.mm(views.normed, w.qkv, out=views.qkv)
-            cpu.rotate_and_write(views.qkv_np, self._cos, self._sin, positions, slots, k, v, views.q_np)
-            cpu.paged_attention(views.q_np, k, v, tables, starts, lens, self._scale, views.attended_np)
-            torch.mm(views.attended, w.o, out=views.delta)
-            self.collective.all_reduce(views.delta)
-            cpu.add_rms_norm(views.x_np, views.delta_np, w.ffn_norm, self._eps, views.normed_np)
-            torch.mm(views.normed, w.gate_up, out=views.gate_up)
-            cpu.silu_mul(views.gate_up_np, views.activated_np)
-            torch.mm(views.activated, w.down, out=views.delta)
-            self.collective.all_reduce(views.delta)
-        cpu.add_rms_norm(views.x_np, views.delta_np, self._weights.norm, self._eps, views.normed_np)
+            cpu.add_rms_norm(views.x, kernel_view(delta), w.attn_norm, self._eps, views.normed_np)
+            qkv = kernel_view(w.qkv(views.normed))
+            cpu.rotate_and_write(qkv, self._cos, self._sin, positions, slots, k, v, views.q)
+            cpu.paged_attention(views.q, k, v, tables, starts, lens, self._scale, views.attended_np)
+            delta = self._summed(w.o(views.attended))
+            cpu.add_rms_norm(views.x, kernel_view(delta), w.ffn_norm, self._eps, views.normed_np)
+            cpu.silu_mul(kernel_view(w.gate_up(views.normed)), views.activated_np)
+            delta = self._summed(w.down(views.activated))
+        cpu.add_rms_norm(views.x, kernel_view(delta), self._weights.norm, self._eps, views.normed_np)
         return views.normed
 
     def greedy(self, logits: torch.Tensor) -> np.ndarray:
@@ -157,11 +161,21 @@ class LlamaShard:
         if positions.size and positions.max() >= self.config.max_positions:
             raise PositionOutOfRange(int(positions.max()), self.config.max_positions)
 
-    def _embed(self, batch: StepBatch, out: torch.Tensor) -> None:
+    def _summed(self, part: torch.Tensor) -> torch.Tensor:
+        """A layer's output over all ranks; ranks add in float32, so that only their own products are rounded."""
+        if self.partition.tp_size == 1:
+            return part
+        whole = part.float()
+        self.collective.all_reduce(whole)
+        return whole
+
+    def _embed(self, batch: StepBatch) -> torch.Tensor:
+        """Embedding rows `[T, hidden]` float32 of the batch's tokens, from whichever ranks hold them."""
         vocab = self.partition.vocab
         mine = (batch.tokens >= vocab.start) & (batch.tokens < vocab.stop)
         local = np.where(mine, batch.tokens - vocab.start, 0).astype(np.int64)
-        out.copy_(self._weights.embedding(torch.from_numpy(local)))
+        rows = self._weights.embedding.index_select(0, torch.from_numpy(local)).float()
         if not mine.all():
-            out[torch.from_numpy(~mine)] = 0
-        self.collective.all_reduce(out)
+            rows[torch.from_numpy(~mine)] = 0
+        self.collective.all_reduce(rows)
+        return rows

@@ -12,7 +12,7 @@ import msgspec
 
 from .config import ModelConfig
 from .errors import ModelFileInvalid, ModelFileMissing
-from .layout import FORMAT_VERSION, shard_name
+from .layout import FORMAT_VERSION, Dtype, shard_name
 from .partition import RankPartition
 
 MANIFEST_NAME = "config.json"
@@ -28,6 +28,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
     source_digest: str
     config: ModelConfig
     partitions: tuple[RankPartition, ...]
+    dtype: Dtype = "float32"
     bos_token: str | None = None
     eos_token: str | None = None
 
@@ -39,6 +40,7 @@ class ConvertedCheckpoint(msgspec.Struct, frozen=True):
     config: ModelConfig
     digest: str
     partitions: tuple[RankPartition, ...]
+    dtype: Dtype = "float32"
 
     @property
     def tp_size(self) -> int:
@@ -77,4 +79,6 @@ def load_checkpoint(folder: Path) -> ConvertedCheckpoint:
     for name in (TOKENIZER_NAME, *(shard_name(rank, ranks) for rank in range(ranks))):
         if not (folder / name).is_file():
             raise ModelFileMissing(folder / name)
-    return ConvertedCheckpoint(folder, manifest.config, manifest.source_digest, manifest.partitions)
+    return ConvertedCheckpoint(
+        folder, manifest.config, manifest.source_digest, manifest.partitions, manifest.dtype
+    )

@@ -14,7 +14,6 @@ from copyhold.kernels.batch import StepBatch
 from copyhold.kernels.pool import KVPool
 
 from .llama import LlamaShard
-from .scratch import Scratch
 
 
 class KVAudit(msgspec.Struct, frozen=True):
@@ -76,5 +75,5 @@ def _recompute(shard: LlamaShard, tokens: npt.NDArray[np.int64]) -> KVPool:
         block_tables=np.arange(num_blocks, dtype=np.int32)[None],
         logit_rows=np.empty(0, dtype=np.int64),
     )
-    shard.hidden_states(batch, cold, Scratch(shard.config, shard.partition, count))
+    shard.hidden_states(batch, cold, shard.new_scratch(count))
     return cold

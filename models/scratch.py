@@ -1,15 +1,17 @@
 """Owns one rank's activation buffers, allocated once for the largest batch and lent out as views per step.
 
-Each buffer exists as a tensor (for matrix products and collectives) and as an array over the same memory (for
-kernels), so that no layer converts anything.
+A buffer that a kernel fills and a matrix product reads exists as a tensor and as an array over the same memory, so that
+no layer converts anything; the array of a bfloat16 tensor holds its bits.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .config import ModelConfig
+from .layout import Dtype
 from .partition import RankPartition
 
 
@@ -19,36 +21,26 @@ class StepViews:
     def __init__(self, scratch: Scratch, rows: int) -> None:
         self.rows = rows
         self.x = scratch.x[:rows]
-        self.delta = scratch.delta[:rows]
+        self.q = scratch.q[:rows]
         self.normed = scratch.normed[:rows]
-        self.qkv = scratch.qkv[:rows]
         self.attended = scratch.attended[:rows]
-        self.gate_up = scratch.gate_up[:rows]
         self.activated = scratch.activated[:rows]
-        self.x_np = self.x.numpy()
-        self.delta_np = self.delta.numpy()
-        self.normed_np = self.normed.numpy()
-        self.qkv_np = self.qkv.numpy()
-        self.q_np = scratch.q[:rows]
-        self.attended_np = self.attended.numpy().reshape(self.q_np.shape)
-        self.gate_up_np = self.gate_up.numpy()
-        self.activated_np = self.activated.numpy()
+        self.normed_np = kernel_view(self.normed)
+        self.attended_np = kernel_view(self.attended).reshape(self.q.shape)
+        self.activated_np = kernel_view(self.activated)
 
 
 class Scratch:
-    """Buffers for `capacity` token rows."""
+    """Buffers for `capacity` token rows; the residual stream `x` and the queries are float32 in either dtype."""
 
-    def __init__(self, config: ModelConfig, part: RankPartition, capacity: int) -> None:
-        q, kv = len(part.q_heads) * config.head_dim, len(part.kv_heads) * config.head_dim
+    def __init__(self, config: ModelConfig, part: RankPartition, capacity: int, dtype: Dtype) -> None:
+        heads, kind = len(part.q_heads), getattr(torch, dtype)
         self.capacity = capacity
-        self.x = torch.empty(capacity, config.hidden_size)
-        self.delta = torch.empty(capacity, config.hidden_size)
-        self.normed = torch.empty(capacity, config.hidden_size)
-        self.qkv = torch.empty(capacity, q + 2 * kv)
-        self.q = np.empty((capacity, len(part.q_heads), config.head_dim), dtype=np.float32)
-        self.attended = torch.empty(capacity, q)
-        self.gate_up = torch.empty(capacity, 2 * len(part.ffn))
-        self.activated = torch.empty(capacity, len(part.ffn))
+        self.x = np.empty((capacity, config.hidden_size), dtype=np.float32)
+        self.q = np.empty((capacity, heads, config.head_dim), dtype=np.float32)
+        self.normed = torch.empty(capacity, config.hidden_size, dtype=kind)
+        self.attended = torch.empty(capacity, heads * config.head_dim, dtype=kind)
+        self.activated = torch.empty(capacity, len(part.ffn), dtype=kind)
         self._last: StepViews | None = None
 
     def views(self, rows: int) -> StepViews:
@@ -56,3 +48,8 @@ class Scratch:
         if self._last is None or self._last.rows != rows:
             self._last = StepViews(self, rows)
         return self._last
+
+
+def kernel_view(tensor: torch.Tensor) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+    """An array over a tensor's memory, as kernels take it: float32, or the bits of bfloat16 as uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

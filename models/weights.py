@@ -1,4 +1,8 @@
-"""Owns one rank's weights: mapped from its shard file, checked against the partition, never copied."""
+"""Owns one rank's weights: read from its shard file, checked against the partition, packed for products.
+
+Packing copies: the file is mapped while it is read and unmapped afterwards, except for the embedding table, of which
+only the rows that are looked up become resident.
+"""
 
 from __future__ import annotations
 
@@ -8,69 +12,72 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from .config import ModelConfig
 from .errors import ModelFileInvalid, ModelFileMissing
-from .layout import shard_shapes
+from .layout import Dtype, shard_tensors
+from .linear import Linear
 from .partition import RankPartition
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Linears `[in, out]` float32; norms as arrays, because kernels read them."""
+    """One layer; norms as float32 arrays, because kernels read them."""
 
     attn_norm: npt.NDArray[np.float32]
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Linear
+    o: Linear
     ffn_norm: npt.NDArray[np.float32]
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class ShardWeights:
-    """`head` is `[hidden, local_vocab]`; `embed` is `[local_vocab, hidden]`, None where the two are tied."""
+    """`embedding` is `[local_vocab, hidden]`, mapped."""
 
-    embed: torch.Tensor | None
+    embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: npt.NDArray[np.float32]
-    head: torch.Tensor
-
-    def embedding(self, local_ids: torch.Tensor) -> torch.Tensor:
-        """Rows `[T, hidden]` of ids within this rank's vocabulary range."""
-        if self.embed is not None:
-            return self.embed.index_select(0, local_ids)
-        return self.head.index_select(1, local_ids).t()
+    head: Linear
 
 
-def load_weights(path: Path, config: ModelConfig, part: RankPartition) -> ShardWeights:
-    """Map a shard file.
+def load_weights(path: Path, config: ModelConfig, part: RankPartition, dtype: Dtype) -> ShardWeights:
+    """Read and pack a shard file.
 
-    Raises: `ModelFileMissing`, `ModelFileInvalid` (also for a shard of another partition).
+    Raises: `ModelFileMissing`, `ModelFileInvalid` (also for a shard of another partition or dtype).
     """
+    expected = shard_tensors(config, part, dtype)
+
+    def read(file: safe_open, name: str) -> torch.Tensor:
+        try:
+            tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelFileInvalid(path, f"tensor {name}: {error}") from error
+        spec = expected[name]
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != getattr(torch, spec.dtype):
+            found = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ModelFileInvalid(path, f"tensor {name} should be {spec.shape} {spec.dtype}, is {found}")
+        return tensor
+
+    def layer(file: safe_open, at: str) -> LayerWeights:
+        return LayerWeights(
+            attn_norm=read(file, at + "attn_norm").numpy().copy(),
+            qkv=Linear(read(file, at + "qkv")),
+            o=Linear(read(file, at + "o")),
+            ffn_norm=read(file, at + "ffn_norm").numpy().copy(),
+            gate_up=Linear(read(file, at + "gate_up")),
+            down=Linear(read(file, at + "down")),
+        )
+
     try:
-        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            layers = tuple(layer(file, f"layers.{i}.") for i in range(config.num_layers))
+            norm, head = read(file, "norm").numpy().copy(), Linear(read(file, "head"))
+        with safe_open(path, framework="pt") as file:
+            return ShardWeights(read(file, "embed" if "embed" in expected else "head"), layers, norm, head)
     except FileNotFoundError as error:
         raise ModelFileMissing(path) from error
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelFileInvalid(path, str(error)) from error
-    expected = shard_shapes(config, part)
-    for name, shape in expected.items():
-        found = tensors.get(name)
-        if found is None or tuple(found.shape) != shape or found.dtype != torch.float32:
-            described = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
-            raise ModelFileInvalid(path, f"tensor {name} should be {shape} float32, is {described}")
-    layers = tuple(
-        LayerWeights(
-            attn_norm=tensors[f"layers.{i}.attn_norm"].numpy(),
-            qkv=tensors[f"layers.{i}.qkv"],
-            o=tensors[f"layers.{i}.o"],
-            ffn_norm=tensors[f"layers.{i}.ffn_norm"].numpy(),
-            gate_up=tensors[f"layers.{i}.gate_up"],
-            down=tensors[f"layers.{i}.down"],
-        )
-        for i in range(config.num_layers)
-    )
-    return ShardWeights(tensors.get("embed"), layers, tensors["norm"].numpy(), tensors["head"])

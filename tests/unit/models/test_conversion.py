@@ -39,15 +39,15 @@ def test_shards_put_together_are_the_source(tmp_path: Path, tied: bool) -> None:
     made = convert(folder, tmp_path / "cache", 2)
     shards = [load_file(made.shard_path(rank)) for rank in range(2)]
     at = "model.layers.1."
-    down = torch.cat([shard["layers.1.down"] for shard in shards]).T
+    down = torch.cat([shard["layers.1.down"] for shard in shards], dim=1)
     assert torch.equal(down, source[at + "mlp.down_proj.weight"])
-    gate = torch.cat([shard["layers.1.gate_up"].chunk(2, dim=1)[0] for shard in shards], dim=1).T
+    gate = torch.cat([shard["layers.1.gate_up"].chunk(2)[0] for shard in shards])
     assert torch.equal(gate, source[at + "mlp.gate_proj.weight"])
-    queries = torch.cat([shard["layers.1.qkv"][:, :32] for shard in shards], dim=1).T
+    queries = torch.cat([shard["layers.1.qkv"][:32] for shard in shards])
     assert torch.equal(queries, source[at + "self_attn.q_proj.weight"])
-    values = torch.cat([shard["layers.1.qkv"][:, 48:] for shard in shards], dim=1).T
+    values = torch.cat([shard["layers.1.qkv"][48:] for shard in shards])
     assert torch.equal(values, source[at + "self_attn.v_proj.weight"])
-    head = torch.cat([shard["head"] for shard in shards], dim=1).T
+    head = torch.cat([shard["head"] for shard in shards])
     assert torch.equal(head, source["model.embed_tokens.weight" if tied else "lm_head.weight"])
     assert ("embed" in shards[0]) != tied
     if not tied:
