@@ -46,6 +46,8 @@ def checked_array(name: str, values: Sequence[int] | Array, least: int = 0, limi
         raise LengthMismatch(name, 1, 2) from error
     if array.ndim != 1:
         raise LengthMismatch(name, 1, array.ndim)
+    if isinstance(values, (list, tuple)) and any(isinstance(value, (bool, np.bool_)) for value in values):
+        raise WrongDtype(name, "bool")  # NumPy would turn it into a number beside other numbers
     if not len(array):
         return np.zeros(0, dtype=np.int64)
     if array.dtype.kind not in "iu":

@@ -78,7 +78,7 @@ def test_pages_are_rounded_up_before_they_are_counted() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(10**6, 10**9), min_size=1, max_size=4),
+    st.lists(st.integers(2 * 10**7, 10**9), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(1, 4096), st.sampled_from([1, 16, 32, 48])), min_size=1, max_size=3),
     st.data(),
 )
