@@ -110,6 +110,7 @@ class NamespaceActor:
     async def register_incarnation(self, record: IncarnationRecord) -> None:
         """Make a replica's membership durable before its first lease."""
         self._authority.register_incarnation(record)
+        self._members()
 
     async def renew_lease(self, incarnation: str, sequence: int) -> LeaseRenewal:
         """Give or extend a serving lease; raises the namespace room's lease errors."""
@@ -157,7 +158,7 @@ class NamespaceActor:
         store_up = True
         try:
             self._authority.journal.check_term()
-            self._known_members = self._members()
+            self._members()
         except NamespaceError:
             store_up = False
         return {
@@ -256,7 +257,9 @@ class NamespaceActor:
 
     def _members(self) -> list[IncarnationRecord]:
         """Incarnations that have not ended, as the store knows them."""
-        return [entry.member for entry in self._authority.membership.all() if entry.ended_sequence is None]
+        entries = self._authority.membership.all()
+        self._known_members = [entry.member for entry in entries if entry.ended_sequence is None]
+        return self._known_members
 
     def _create_tenant(self, name: str, namespaces: list[str] | None) -> dict[str, Any]:
         record = self._authority.create_tenant(name, namespaces)
