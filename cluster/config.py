@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from copyhold.models.layout import Dtype
 from copyhold.namespace.errors import StoreAddressRefused
 from copyhold.namespace.store_target import StoreAddress, parse_store_address
 
@@ -56,6 +57,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     admin_socket: Annotated[
         str, _bounded("path", "Admin unix socket; empty: admin.sock in the run folder.")
     ] = ""
+    dtype: Annotated[
+        str, _bounded("", "Weights and linears: float32 or bfloat16, about twice as fast; K/V stays float32.")
+    ] = "float32"
     block_size: Annotated[int, _bounded("tokens", "Token rows per K/V block; a multiple of 16.", 16, 256)] = (
         16
     )
@@ -114,6 +118,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         self._check_stores()
 
     def _check_sizes(self) -> None:
+        if self.dtype not in get_args(Dtype):
+            raise ConfigError("dtype", f"dtype = {self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
         if self.block_size % 16:
             raise ConfigError("block_size", f"block_size = {self.block_size} is not a multiple of 16 tokens")
         if self.pool_tokens % self.block_size:

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
     from copyhold.kernels.cpu import warm_up
     from copyhold.models.convert import convert
     from copyhold.models.errors import ModelError
+    from copyhold.models.layout import Dtype
 
     spec = read_launch_spec(argv[0])
     source = Path(spec.config.model) if spec.config.model else None
@@ -51,7 +52,8 @@ def main(argv: list[str]) -> int:
             _say(Stage("model", f"{stage} {done}/{total}"))
 
     try:
-        checkpoint = convert(source, Path(spec.cache_dir), spec.config.tp, progress)
+        dtype = msgspec.convert(spec.config.dtype, Dtype)
+        checkpoint = convert(source, Path(spec.cache_dir), spec.config.tp, progress, dtype)
     except ModelError as error:
         _say(Failed(type(error).__name__, str(error)))
         return 1

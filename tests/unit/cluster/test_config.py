@@ -53,6 +53,7 @@ def test_options_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -
         ({"port": 65536}, "port", "0 to 65535"),
         ({"host": 1}, "host", "must be text"),
         ({"host": "a\nb"}, "host", "control character"),
+        ({"dtype": "float16"}, "dtype", "'float16' is not one of float32, bfloat16"),
         ({"block_size": 24}, "block_size", "multiple of 16"),
         ({"pool_tokens": 8200}, "pool_tokens", "multiple of block_size"),
         ({"max_model_len": 9000}, "max_model_len", "exceeds the pool"),
