@@ -27,10 +27,9 @@ from .address_errors import (
     UnknownPhysicalId,
 )
 from .axes import KV_AXIS
-from .checked import checked_array, checked_int, same_length
+from .checked import Array, checked_array, checked_int, same_length
 from .contract_errors import IdOutOfRange
 from .descriptors import DescriptorTable
-from .digest import Array
 from .placement import AddressManifest, GroupPlacement, TensorRange
 from .quantities import ByteAddress, ByteOffset, ElementOffset, SlotId
 from .snapshots import RequestSnapshot

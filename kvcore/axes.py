@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .digest import Array
+from .checked import Array
 from .manifest_errors import DuplicateAxis, MissingAxis, StridesDoNotFollowAxes, UnknownAxis, UnknownDtype
 
 BASE_AXES = ("layer", "slot", "token", "kv_head", "lane")

@@ -25,9 +25,8 @@ from .byte_errors import (
     SharedRowsCountedAsTail,
     UndeclaredShardMultiplication,
 )
-from .checked import SLOT_ID_LIMIT, checked_array, checked_int, same_length
+from .checked import SLOT_ID_LIMIT, Array, checked_array, checked_int, same_length
 from .contract_errors import EmptyInput
-from .digest import Array
 from .manifests import GroupLayout
 from .quantities import (
     AvoidedCapacityBytes,

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .contract_errors import IdOutOfRange, LengthMismatch, NegativeCount, SlotIdOverflow, WrongDtype
-from .digest import Array
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 SLOT_ID_LIMIT = 2**31
 """Slot ids and block ids are kept in int32 tables."""

@@ -15,9 +15,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from .checked import checked_array, checked_int
+from .checked import Array, checked_array, checked_int
 from .contract_errors import EmptyInput, LengthMismatch
-from .digest import Array
 from .manifest_errors import Fault, HashCollisionWitness, mismatch
 from .manifests import canonical
 

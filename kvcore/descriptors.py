@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from .address_errors import SlotReuse
-from .checked import SLOT_ID_LIMIT, checked_array, checked_int, same_length
+from .checked import SLOT_ID_LIMIT, Array, checked_array, checked_int, same_length
 from .contract_errors import IdOutOfRange
-from .digest import Array
 
 
 class DescriptorTable:

@@ -15,8 +15,7 @@ import msgspec
 
 from .byte_errors import ExtentsExceedArena
 from .byte_ledger import RectangularLedger, UniquePhysicalLedger
-from .checked import checked_array, checked_int
-from .digest import Array
+from .checked import Array, checked_array, checked_int
 from .quantities import (
     CapacityBytes,
     ExpectedBytes,

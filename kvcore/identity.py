@@ -11,7 +11,7 @@ import hmac
 
 import numpy as np
 
-from .digest import Array
+from .checked import Array
 from .manifests import (
     CacheGroupManifest,
     GroupLayout,

@@ -20,8 +20,7 @@ from .address_errors import (
     OverlappingTensorRanges,
 )
 from .axes import TensorLayout
-from .checked import checked_int, same_length
-from .digest import Array
+from .checked import Array, checked_int, same_length
 from .manifests import GroupLayout, check_layer_coverage
 
 _ADDRESS_LIMIT = 2**63

@@ -20,9 +20,8 @@ from .address_errors import (
     TableLengthDrift,
     TokenOutsideContext,
 )
-from .checked import SLOT_ID_LIMIT, checked_array, checked_int
+from .checked import SLOT_ID_LIMIT, Array, checked_array, checked_int
 from .descriptors import DescriptorTable
-from .digest import Array
 from .placement import AddressManifest
 
 
