@@ -80,6 +80,14 @@ class NamespaceActor:
         """Changes with every start of this process: whoever watches it knows of a restart."""
         return self._boot_id
 
+    async def store_up(self) -> bool:
+        """Whether the store answers, so that an incarnation could register now."""
+        try:
+            self._authority.journal.check_term()
+        except NamespaceError:
+            return False
+        return True
+
     async def note_recoveries(self, recoveries: int) -> None:
         """How many replicas the keeper has replaced so far."""
         self._recoveries = recoveries
@@ -126,9 +134,7 @@ class NamespaceActor:
 
     async def serving(self) -> bool:
         """Whether the store answers and some replica holds its lease and admits."""
-        try:
-            self._authority.journal.check_term()
-        except NamespaceError:
+        if not await self.store_up():
             return False
         return any(status.get("serving") for status in await self._fleet.replica_status())
 

@@ -44,6 +44,7 @@ class Keeper:
         self._model_name = model_name
         self._replicas: dict[int, RunningReplica] = {}
         self._retry_at_s: dict[int, float] = {}
+        self._ended: dict[str, str] = {}
         self._port = spec.config.port
         self._boot_id = ""
         self.recoveries = 0
@@ -70,7 +71,7 @@ class Keeper:
 
     def tick(self) -> None:
         """One look at everything; repairs what it can and reports what it cannot on standard error."""
-        for repair in (self._keep_authority, self._keep_gateway, self._keep_replicas):
+        for repair in (self._keep_authority, self._keep_gateway, self._report_ended, self._keep_replicas):
             try:
                 repair()
             except Exception as error:  # noqa: BLE001 - one part's trouble must not keep the others from repair
@@ -150,7 +151,12 @@ class Keeper:
                 return
             _log(f"{running.incarnation} is lost: {failure}")
             self._end_replica(running)
+            self._report_ended()
         try:
+            if not self._get(self._authority.store_up.remote()):
+                # Nothing can register now; ranks that load only to be ended again would take the machine.
+                self._retry_at_s[number] = time.monotonic() + _RETRY_AFTER_S
+                return
             self._start_replica(number)
         except BaseException:
             self._retry_at_s[number] = time.monotonic() + _RETRY_AFTER_S
@@ -172,11 +178,16 @@ class Keeper:
         return "" if status["serving"] else str(status["failure"])
 
     def _end_replica(self, running: RunningReplica) -> None:
-        """No routes, no processes, then the authority is told; the pool went with the processes."""
+        """No routes, no processes; the pool went with them. The proof is kept until the authority has it."""
         self._coordinator.detach.remote(running.incarnation)
-        proof = self._starter.end(running)
+        self._ended[running.incarnation] = self._starter.end(running)
         del self._replicas[running.number]
-        self._get(self._authority.end_incarnation.remote(running.incarnation, proof))
+
+    def _report_ended(self) -> None:
+        """Tell the authority who is proven gone; what it cannot record now (its store is away) is told again."""
+        for incarnation, proof in list(self._ended.items()):
+            self._get(self._authority.end_incarnation.remote(incarnation, proof))
+            del self._ended[incarnation]
 
     def _get(self, calls: Any) -> Any:
         return self._ray.get(calls, timeout=_CALL_TIMEOUT_S)

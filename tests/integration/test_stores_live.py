@@ -21,6 +21,7 @@ from store_servers import OutsideStore, outside_store
 from copyhold.cluster.metrics import METRICS
 from copyhold.cluster.sdk import ServiceUnavailable
 from copyhold.namespace.certificate import parse_certificate
+from copyhold.namespace.leases import LEASE_S
 from copyhold.namespace.store import open_client
 
 BACK_WITHIN_S = 2.0
@@ -236,6 +237,31 @@ def test_a_sessions_store_that_goes_away_costs_receipts_and_no_answer(
     assert explain(outside, tenant, answer.receipt_id) == 404, "a lost receipt stays lost"
     again = tenant.client.chat(LONG, max_tokens=4)
     assert explain(outside, tenant, again.receipt_id) == 200
+
+
+def test_an_outage_longer_than_the_lease_ends_streams_and_leaves_a_complete_revocation(
+    outside: LiveServer, authority_store: OutsideStore
+) -> None:
+    tenant = outside.tenant()
+    tenant.client.chat(LONG, max_tokens=4)
+    incarnation = outside.replica()["incarnation"]
+    authority_store.stop()
+    within(
+        LEASE_S + BAD_WITHIN_S,
+        lambda: not figures(outside).get(("copyhold_replica_serving", ""), 0.0),
+        "the loss of the lease",
+    )
+    assert figures(outside)["copyhold_leases", ""] == 0
+    authority_store.start()
+    within(GOOD_WITHIN_S, lambda: readiness(outside) == 200, "good readiness")
+    assert outside.replica()["incarnation"] != incarnation, (
+        "the pool of a lost lease is gone with its processes"
+    )
+    assert tenant.client.chat(LONG, max_tokens=4).cached_tokens == 0
+    within(BAD_WITHIN_S, lambda: figures(outside)["copyhold_recoveries_total", ""] == 1, "the count")
+    certificate = parse_certificate(outside.admin.revoke(tenant.name, 0.0))
+    assert certificate.outcome == "complete"
+    assert sorted(entry.outcome for entry in certificate.outcomes) == ["confirmed", "ended"]
 
 
 def test_a_drain_lets_running_requests_finish_and_says_when_nothing_runs(outside: LiveServer) -> None:
