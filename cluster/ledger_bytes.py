@@ -29,6 +29,9 @@ from copyhold.kvcore.quantities import HeldBytes, RowBytes, plain
 from .cli_output import table
 from .errors import ClusterError, UsageError
 
+MAX_BLOCKS = 2**20
+"""Blocks that one call takes: every block of given lengths is a table entry here."""
+
 STATES = ("free", "evictable", "live", "reserved")
 """A pool's exclusive states, as its gauge names them."""
 
@@ -146,6 +149,8 @@ def _rank_ledgers(
     view = request_view_ledger(lengths, page, row)
     rows = [int(length) for length in lengths]
     blocks = [-(-held // page) for held in rows]
+    if sum(blocks) > MAX_BLOCKS:
+        raise UsageError(f"these lengths need {sum(blocks)} blocks, more than {MAX_BLOCKS}")
     reserved = [count * page for count in blocks] if reserved_rows is None else reserved_rows
     rectangle = rectangular_ledger(rows, reserved, row)
     tables, valid = _shared_tables(rows, blocks, page, shared_rows)

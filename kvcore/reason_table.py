@@ -502,7 +502,7 @@ ROWS: tuple[Reason, ...] = (
         "docs",
         "execution",
         ("K150", "K244"),
-        "A rule for kernels: their reference tests compare empty partitions.",
+        "A rule for kernels that merge partial results; kvcore holds no attention state.",
     ),
     Reason("row_bytes_mismatch", "runtime", "accounting", ("K018",)),
     Reason("global_heads_on_rank", "runtime", "accounting", ("K018",)),

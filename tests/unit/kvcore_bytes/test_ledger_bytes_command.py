@@ -63,6 +63,7 @@ def test_no_request_is_an_answer() -> None:
     [
         ([-1], EXAMPLE, {}),
         ([2**31], EXAMPLE, {}),
+        ([2**31 - 1], EXAMPLE, {}),
         ([9], RowGeometry(ranks=4), {}),
         ([9], RowGeometry(ranks=0), {}),
         ([9], RowGeometry(k_dtype="float12"), {}),
