@@ -41,6 +41,7 @@ class AuthoritySpec(msgspec.Struct, frozen=True):
     authority_store: StoreTarget
     sessions_store: StoreTarget
     accept_generation_loss: bool
+    lease_s: float
 
 
 Refusal = NamespaceError | InvalidRequest
@@ -59,7 +60,7 @@ class NamespaceActor:
             accept_generation_loss=spec.accept_generation_loss,
         )
         files = JournalFiles(audit_head=state / "audit-head.json", high_water=state / "high-water.json")
-        self._authority = Authority.open(store, secrets, SystemClock(), files)
+        self._authority = Authority.open(store, secrets, SystemClock(), files, lease_s=spec.lease_s)
         self._sessions = SessionStore.connect(spec.sessions_store)
         self._public_key_path = state / "secrets" / "certificate.pub"
         self._fleet = RayFleet(self._members, self._sessions)
@@ -188,6 +189,7 @@ class NamespaceActor:
                 "tenant": record.name,
                 "namespaces": list(record.namespaces),
                 "keys": len(record.key_ids),
+                "key_ids": list(record.key_ids),
                 "created_at": record.created_at,
             }
             for record in self._authority.list_tenants()
@@ -196,6 +198,16 @@ class NamespaceActor:
     async def create_key(self, tenant: str) -> dict[str, Any] | Refusal:
         """One more key for a tenant."""
         return self._refusing(lambda: {"key": self._authority.create_key(tenant)})
+
+    async def set_key_enabled(self, key_id: str, enabled: bool) -> dict[str, Any] | Refusal:
+        """Accept or refuse a key; requests that run under a refused one end with the replicas' next renewal."""
+        change = self._authority.enable_key if enabled else self._authority.disable_key
+        return self._refusing(lambda: {"key_id": change(key_id).key_id, "enabled": enabled})
+
+    async def set_namespace_enabled(self, namespace: str, enabled: bool) -> dict[str, Any] | Refusal:
+        """Open or close a namespace; its cached state stays (revocation is another act)."""
+        change = self._authority.enable_namespace if enabled else self._authority.disable_namespace
+        return self._refusing(lambda: {"namespace": change(namespace).name, "enabled": enabled})
 
     async def revoke(self, namespace: str, deadline_s: float) -> bytes | Refusal:
         """Revoke the namespace's current generation; the certificate's bytes."""

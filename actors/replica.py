@@ -65,6 +65,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     cluster: ClusterIdentity
     sessions_store: StoreTarget
     receipt_ttl_s: int
+    request_lifetime_s: float
 
 
 class Replica:
@@ -325,6 +326,7 @@ class Replica:
         grant = request.grant
         return Submission(
             request_id=request.request_id,
+            key_id=grant.key_id,
             receipt_id="rcp_" + secrets.token_hex(12),
             scope=Scope(grant.namespace, grant.generation, self._spec.world),
             model=self._spec.model,
@@ -392,9 +394,26 @@ class Replica:
             await asyncio.sleep(self._renew_every_s)
             try:
                 await self._renew()
+                await self._end_refused()
                 await self._report_to_coordinator()
             except (NamespaceError, RayError) as error:
                 self._lease_refusal = f"{type(error).__name__}: {error}"
+
+    async def _end_refused(self) -> None:
+        """End what runs under a disabled key or namespace, and what has outlived a request's own lifetime."""
+        floors, lifetime_s = self._lease.floors, self._spec.request_lifetime_s
+
+        def refusal(submission: Submission) -> Failed | None:
+            if (
+                submission.key_id in floors.disabled_keys
+                or submission.scope.namespace in floors.disabled_namespaces
+            ):
+                return Failed("not_authorized", "the key or the namespace was disabled")
+            if time.monotonic() - submission.arrived_at_s > lifetime_s:
+                return Failed("request_lifetime", f"a request lives {lifetime_s:g} s at most")
+            return None
+
+        await asyncio.wrap_future(self._serving_engine().call(lambda: self._scheduler.end_refused(refusal)))
 
     async def _report_to_coordinator(self) -> None:
         """Load; and after a restart of the coordinator, everything it forgot."""

@@ -184,6 +184,21 @@ class Scheduler:
             entry.end(REVOKED)
         return len(ended)
 
+    def end_refused(self, refusal: Callable[[Submission], Failed | None]) -> int:
+        """End every request that ``refusal`` names a failure for; returns how many were ended."""
+        ended = 0
+        for entry in [*self._running, *self._waiting]:
+            failure = refusal(entry.submission)
+            if failure is None:
+                continue
+            ended += 1
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            else:
+                self._release(entry, "cancel")
+            entry.end(failure)
+        return ended
+
     def floor_facts(self) -> dict[str, FloorFacts]:
         """By namespace: the pool around its last rise of the floor."""
         return dict(self._floor_facts)

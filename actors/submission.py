@@ -22,6 +22,7 @@ class Submission(msgspec.Struct, frozen=True):
     """A verified request. ``tokens``: int32 little-endian; ``arrived_at_s``: the replica's monotonic clock."""
 
     request_id: str
+    key_id: str
     receipt_id: str
     scope: Scope
     model: str

@@ -41,7 +41,6 @@ from .metrics import CONTENT_TYPE, GatewayFigures, exposition
 
 _ABSENT = (TenantUnknown, NamespaceUnknown, KeyUnknown, CertificateUnknown, RevocationUnknown, NotFound)
 _BAD_VALUE = (NameRefused, RightsRefused)
-_DEADLINE_DEFAULT_S = 10.0
 _DEADLINE_MAX_S = 3600.0
 _SAMPLES_DEFAULT = 8
 _SAMPLES_MAX = 4096
@@ -58,15 +57,23 @@ class AdminRefusal(Exception):
 
 
 def create_admin_app(
-    backend: AdminBackend, open_streams: OpenStreams | None = None, admission: Admission | None = None
+    backend: AdminBackend,
+    open_streams: OpenStreams | None = None,
+    admission: Admission | None = None,
+    revocation_deadline_s: float = 1.0,
 ) -> Starlette:
-    """Build the admin port's application over the tenant port's register of answers and its door."""
-    admin = _Admin(backend, open_streams or OpenStreams(), admission or Admission())
+    """Build the admin port's application over the tenant port's register of answers and its door.
+
+    ``revocation_deadline_s`` is what running requests get where a revocation names no deadline.
+    """
+    admin = _Admin(backend, open_streams or OpenStreams(), admission or Admission(), revocation_deadline_s)
     routes = [
         Route("/admin/status", admin.status),
         Route("/admin/tenants", admin.create_tenant, methods=["POST"]),
         Route("/admin/tenants", admin.list_tenants),
         Route("/admin/tenants/{name}/keys", admin.create_key, methods=["POST"]),
+        Route("/admin/keys/{key_id}", admin.set_key_enabled, methods=["POST"]),
+        Route("/admin/namespaces/{name}", admin.set_namespace_enabled, methods=["POST"]),
         Route("/admin/revoke", admin.revoke, methods=["POST"]),
         Route("/admin/certificates/{certificate_id}", admin.certificate),
         Route("/admin/public-key", admin.public_key),
@@ -82,8 +89,15 @@ def create_admin_app(
 
 
 class _Admin:
-    def __init__(self, backend: AdminBackend, open_streams: OpenStreams, admission: Admission) -> None:
+    def __init__(
+        self,
+        backend: AdminBackend,
+        open_streams: OpenStreams,
+        admission: Admission,
+        revocation_deadline_s: float,
+    ) -> None:
         self._backend = backend
+        self._revocation_deadline_s = revocation_deadline_s
         self._open_streams = open_streams
         self._admission = admission
 
@@ -120,9 +134,17 @@ class _Admin:
         await _body(request, ())
         return _json(await self._backend.create_key(request.path_params["name"]), 201)
 
+    async def set_key_enabled(self, request: Request) -> Response:
+        enabled = _flag(await _body(request, ("enabled",)), "enabled")
+        return _json(await self._backend.set_key_enabled(request.path_params["key_id"], enabled))
+
+    async def set_namespace_enabled(self, request: Request) -> Response:
+        enabled = _flag(await _body(request, ("enabled",)), "enabled")
+        return _json(await self._backend.set_namespace_enabled(request.path_params["name"], enabled))
+
     async def revoke(self, request: Request) -> Response:
         body = await _body(request, ("namespace", "deadline_s"))
-        deadline_s = body.get("deadline_s", _DEADLINE_DEFAULT_S)
+        deadline_s = body.get("deadline_s", self._revocation_deadline_s)
         if type(deadline_s) not in (int, float) or not 0 <= deadline_s <= _DEADLINE_MAX_S:
             raise AdminRefusal(f"deadline_s must be a number from 0 to {_DEADLINE_MAX_S:g}")
         certificate = await self._backend.revoke(_string(body, "namespace"), float(deadline_s))
@@ -190,6 +212,13 @@ def _string(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if type(value) is not str or not value:
         raise AdminRefusal(f"{name} must be a string that is not empty")
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if type(value) is not bool:
+        raise AdminRefusal(f"{name} must be true or false")
     return value
 
 

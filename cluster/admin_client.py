@@ -55,11 +55,22 @@ class AdminClient:
         """Make one more key of ``tenant``: ``{"key"}``."""
         return self._json("POST", f"/admin/tenants/{quote(tenant, safe='')}/keys")
 
-    def revoke(self, namespace: str, deadline_s: float) -> bytes:
-        """Revoke the namespace's current generation; the certificate's exact bytes."""
-        body = {"namespace": namespace, "deadline_s": deadline_s}
+    def set_key_enabled(self, key_id: str, enabled: bool) -> dict[str, Any]:
+        return self._json("POST", f"/admin/keys/{quote(key_id, safe='')}", {"enabled": enabled})
+
+    def set_namespace_enabled(self, namespace: str, enabled: bool) -> dict[str, Any]:
+        return self._json("POST", f"/admin/namespaces/{quote(namespace, safe='')}", {"enabled": enabled})
+
+    def revoke(self, namespace: str, deadline_s: float | None = None) -> bytes:
+        """Revoke the namespace's current generation; the certificate's exact bytes.
+
+        ``deadline_s`` is what running requests get; without it the server's own setting holds.
+        """
+        body: dict[str, Any] = {"namespace": namespace}
+        if deadline_s is not None:
+            body["deadline_s"] = deadline_s
         # The server may need the deadline, a lost replica's lease and the evidence pass before it answers.
-        return self._send("POST", "/admin/revoke", body, timeout_s=deadline_s + 120.0).content
+        return self._send("POST", "/admin/revoke", body, timeout_s=(deadline_s or 600.0) + 120.0).content
 
     def certificate(self, certificate_id: str) -> bytes:
         return self._send("GET", f"/admin/certificates/{quote(certificate_id, safe='')}").content

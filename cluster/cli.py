@@ -18,6 +18,7 @@ import typer
 
 from copyhold import __version__
 
+from .bench_cli import bench
 from .cli_options import ConfigFile, JsonOption, StateDir, state_folder, with_config
 from .cli_output import Output, error_document, error_line, progress_on_stderr, table
 from .config import Config, Settings, load_config
@@ -41,6 +42,7 @@ certificates = typer.Typer(help="Revocation certificates.", no_args_is_help=True
 configuration = typer.Typer(help="Settings: what holds, and whether a file is right.", no_args_is_help=True)
 app.add_typer(tenants, name="tenants")
 app.add_typer(certificates, name="certificate")
+app.add_typer(bench, name="bench")
 app.add_typer(configuration, name="config")
 
 
@@ -237,12 +239,57 @@ def tenants_list(
     Output(json).emit({"ok": True, "tenants": known}, table(rows, ("TENANT", "NAMESPACES")))
 
 
+@tenants.command("disable")
+def tenants_disable(
+    namespace: Annotated[str, typer.Argument(help="Namespace to close to new work.")],
+    config_file: ConfigFile = None,
+    state_dir: StateDir = None,
+    admin_socket: AdminSocket = None,
+    json: JsonOption = False,
+) -> None:
+    """Close a namespace: its requests end, its cached state stays (revoke is what removes that)."""
+    with _admin(config_file, state_dir, admin_socket) as admin:
+        answer = admin.set_namespace_enabled(namespace, False)
+    Output(json).emit({"ok": True, **answer}, f"namespace {namespace} is disabled")
+
+
+@tenants.command("enable")
+def tenants_enable(
+    namespace: Annotated[str, typer.Argument(help="Namespace to open again.")],
+    config_file: ConfigFile = None,
+    state_dir: StateDir = None,
+    admin_socket: AdminSocket = None,
+    json: JsonOption = False,
+) -> None:
+    """Open a disabled namespace again, with what it had cached."""
+    with _admin(config_file, state_dir, admin_socket) as admin:
+        answer = admin.set_namespace_enabled(namespace, True)
+    Output(json).emit({"ok": True, **answer}, f"namespace {namespace} is enabled")
+
+
+@tenants.command("disable-key")
+def tenants_disable_key(
+    key_id: Annotated[str, typer.Argument(help="Key id: the part between ch_ and the second underscore.")],
+    config_file: ConfigFile = None,
+    state_dir: StateDir = None,
+    admin_socket: AdminSocket = None,
+    json: JsonOption = False,
+) -> None:
+    """Refuse a key from now on; requests that run under it end with the next lease renewal."""
+    with _admin(config_file, state_dir, admin_socket) as admin:
+        answer = admin.set_key_enabled(key_id, False)
+    Output(json).emit({"ok": True, **answer}, f"key {key_id} is disabled")
+
+
 @tenants.command("revoke")
 def tenants_revoke(
     namespace: Annotated[str, typer.Argument(help="Namespace whose cached state is revoked.")],
     deadline_s: Annotated[
-        float, typer.Option("--deadline-s", min=0.0, help="Time running requests get.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--deadline-s", min=0.0, help="Time running requests get; default: the server's setting."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the certificate here.")
     ] = None,

@@ -8,6 +8,7 @@ environment variable changes behaviour, and the default needs no file.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from copyhold.namespace.errors import StoreAddressRefused
 from copyhold.namespace.store_target import StoreAddress, parse_store_address
 
 from .errors import ConfigError
+
+_HOST_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 
 
 def _bounded(unit: str, doc: str, least: float | None = None, most: float | None = None) -> msgspec.Meta:
@@ -54,6 +57,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     run_dir: Annotated[
         str, _bounded("path", "Where the private run folder of a server is made; short, for socket paths.")
     ] = "/tmp"
+    address: Annotated[
+        str,
+        _bounded(
+            "host:port",
+            "Ray cluster to join, which has a node on this machine; auto: the one Ray knows; "
+            "empty: a private one.",
+        ),
+    ] = ""
     admin_socket: Annotated[
         str, _bounded("path", "Admin unix socket; empty: admin.sock in the run folder.")
     ] = ""
@@ -81,6 +92,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, _bounded("seconds", "Time a revoked namespace's running requests get to end.", 0.0, 600.0)
     ] = 1.0
     receipt_ttl_s: Annotated[int, _bounded("seconds", "How long receipts are kept.", 60, 365 * 86400)] = 86400
+    request_lifetime_s: Annotated[
+        float,
+        _bounded("seconds", "Longest life of one request; it is ended by name afterwards.", 1.0, 86400.0),
+    ] = 1800.0
     collective_timeout_s: Annotated[
         float, _bounded("seconds", "A rank that does not enter a collective by then is lost.", 1.0, 600.0)
     ] = 20.0
@@ -114,8 +129,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         for spec in FIELDS.values():
             _check(spec, getattr(self, spec.name))
+        self._check_address()
         self._check_sizes()
         self._check_stores()
+
+    def _check_address(self) -> None:
+        if self.address not in ("", "auto") and not _HOST_PORT.fullmatch(self.address):
+            raise ConfigError(
+                "address",
+                f"address = {self.address!r} is neither auto nor HOST:PORT of a Ray cluster "
+                "(the port of its head, not of its dashboard or client server)",
+            )
 
     def _check_sizes(self) -> None:
         if self.dtype not in get_args(Dtype):

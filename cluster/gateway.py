@@ -37,6 +37,7 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     max_tokens_default: int
+    revocation_deadline_s: float
     sessions_store: StoreTarget
 
 
@@ -77,7 +78,9 @@ class Gateway:
         tenant_socket = socket.create_server((spec.host, port), reuse_port=False)
         self._port = int(tenant_socket.getsockname()[1])
         await self._serve(tenant_app, tenant_socket)
-        admin_app = create_admin_app(RayAdminBackend(self._authority), self._open_streams, self._admission)
+        admin_app = create_admin_app(
+            RayAdminBackend(self._authority), self._open_streams, self._admission, spec.revocation_deadline_s
+        )
         await self._serve(admin_app, self._bind_admin())
         return self._port
 

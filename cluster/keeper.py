@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from copyhold.actors.authority import AuthoritySpec, NamespaceActor
@@ -52,12 +51,12 @@ class Keeper:
     def start(self, pipe: ReadyPipe, stopped: Callable[[], bool]) -> None:
         """Start everything in order; says Ready at the end. Raises what an actor raised, ``StartInterrupted``."""
         config = self._config
-        pipe.stage("ray", "starting a local cluster")
-        cpus = config.replicas * (config.tp + 1)
-        self._ray = open_session(Path(self._spec.ray_dir), cpus)
+        pipe.stage("ray", f"joining {config.address}" if config.address else "starting a local cluster")
+        self._session = open_session(self._spec, config.replicas * (config.tp + 1))
+        self._ray = self._session.ray
         pipe.stage("authority", "opening the stores, taking a term")
         self._start_authority()
-        self._starter = ReplicaStarter(self._ray, self._spec, self._checkpoint, self._model_name)
+        self._starter = ReplicaStarter(self._session, self._spec, self._checkpoint, self._model_name)
         for number in range(config.replicas):
             if stopped():
                 raise StartInterrupted("the start was interrupted")
@@ -83,7 +82,7 @@ class Keeper:
         _done, left = self._ray.wait(calls, num_returns=len(calls), timeout=self._config.stop_grace_s / 2)
         if left:
             _log(f"{len(left)} of {len(calls)} actors did not stop in time")
-        self._ray.shutdown()
+        self._session.close()
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -93,6 +92,7 @@ class Keeper:
             self._spec.authority_store,
             self._spec.sessions_store,
             self._config.accept_generation_loss,
+            self._config.lease_s,
         )
         self._authority = self._service(NamespaceActor, AUTHORITY).remote(spec)
         self._get(self._authority.end_previous.remote(_PREVIOUS_RUN_GONE))
@@ -113,6 +113,7 @@ class Keeper:
             max_model_len=min(self._config.max_model_len, self._checkpoint.config.max_positions),
             vocab_size=self._checkpoint.config.vocab_size,
             max_tokens_default=self._config.max_tokens_default,
+            revocation_deadline_s=self._config.revocation_deadline_s,
             sessions_store=self._spec.sessions_store,
         )
         self._gateway = self._service(Gateway, GATEWAY).remote(spec, self._authority, self._coordinator)
@@ -121,8 +122,8 @@ class Keeper:
 
     def _service(self, kind: type, name: str) -> Any:
         """An actor that Ray restarts as often as it dies; its handle stays valid."""
-        options = {"name": name, "num_cpus": 0, "max_concurrency": 1000, "max_restarts": -1}
-        return self._ray.remote(kind).options(**options)
+        options = {"name": name, "max_concurrency": 1000, "max_restarts": -1}
+        return self._ray.remote(kind).options(**options, **self._session.service_options())
 
     # -- recovery -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from ray.exceptions import RayError
 
 from copyhold.actors.errors import ActorError, ServiceUnavailable
 from copyhold.actors.messages import Failed, GenerateRequest, ReuseReceipt, RouteReceipt, StreamItem
-from copyhold.actors.names import RAY_NAMESPACE
 from copyhold.actors.receipt_store import load_receipt
 from copyhold.actors.routing import DIGEST_EVERY_TOKENS
 from copyhold.kvcore.identity import chain_digests
@@ -146,7 +145,7 @@ class RayTenantBackend:
         """The actor of a replica incarnation. Raises ``ServiceUnavailable`` when it is gone."""
         if name not in self._replicas:
             try:
-                self._replicas[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+                self._replicas[name] = ray.get_actor(name)
             except ValueError as error:
                 raise ServiceUnavailable(f"{name} is gone") from error
         return self._replicas[name]
@@ -169,6 +168,12 @@ class RayAdminBackend:
 
     async def create_key(self, tenant: str) -> dict[str, Any]:
         return await self._ask("create_key", tenant)
+
+    async def set_key_enabled(self, key_id: str, enabled: bool) -> dict[str, Any]:
+        return await self._ask("set_key_enabled", key_id, enabled)
+
+    async def set_namespace_enabled(self, namespace: str, enabled: bool) -> dict[str, Any]:
+        return await self._ask("set_namespace_enabled", namespace, enabled)
 
     async def revoke(self, namespace: str, deadline_s: float) -> bytes:
         return await self._ask("revoke", namespace, deadline_s)

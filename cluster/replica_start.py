@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from copyhold.actors.names import replica_name, worker_name
@@ -24,6 +24,7 @@ from copyhold.namespace.authority import ClusterIdentity
 from .config import Config
 from .launch import LaunchSpec
 from .processes import ProcessIdentity, end_processes, identity
+from .ray_session import RaySession
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
@@ -44,8 +45,11 @@ class RunningReplica:
 class ReplicaStarter:
     """Starts incarnations of one server's replicas."""
 
-    def __init__(self, ray: Any, spec: LaunchSpec, checkpoint: ConvertedCheckpoint, model_name: str) -> None:
-        self._ray = ray
+    def __init__(
+        self, session: RaySession, spec: LaunchSpec, checkpoint: ConvertedCheckpoint, model_name: str
+    ) -> None:
+        self._session = session
+        self._ray = session.ray
         self._spec = spec
         self._config: Config = spec.config
         self._checkpoint = checkpoint
@@ -58,7 +62,7 @@ class ReplicaStarter:
         """Start a new incarnation of replica ``number``; it serves when this returns."""
         incarnation = f"{replica_name(number)}-{secrets.token_hex(4)}"
         tp = self._config.tp
-        group = placement_group([{"CPU": 1}] * (tp + 1), strategy="STRICT_PACK")
+        group = self._session.reserve(tp + 1)
         running = RunningReplica(number, incarnation, group)
         try:
             self._get(group.ready())
@@ -129,6 +133,7 @@ class ReplicaStarter:
             cluster=cluster,
             sessions_store=self._spec.sessions_store,
             receipt_ttl_s=config.receipt_ttl_s,
+            request_lifetime_s=config.request_lifetime_s,
         )
         options = self._options(running, 0) | {"max_concurrency": 1000}
         running.replica = self._ray.remote(Replica).options(name=running.incarnation, **options).remote(spec)

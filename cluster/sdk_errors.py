@@ -79,6 +79,8 @@ def error_of_fields(status: int | None, fields: Mapping[str, Any]) -> CopyholdEr
 def _kind(status: int | None, code: str, error_type: str) -> type[CopyholdError]:
     if code == "namespace_revoked":
         return NamespaceRevoked
+    if code == "invalid_api_key":
+        return AuthenticationError
     if status in _BY_STATUS:
         return _BY_STATUS[status]
     if status is None and error_type == "invalid_request_error":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def _file_digest(path: Path, memory: Path, report: Callable[[int], None]) -> str
             report(file.tell())
     remembered = _Remembered(stat.st_size, stat.st_mtime_ns, hasher.hexdigest())
     memory.mkdir(parents=True, exist_ok=True)
-    fresh = note.with_suffix(f".{os.getpid()}")
+    fresh = note.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     fresh.write_bytes(msgspec.json.encode(remembered))
     os.replace(fresh, note)
     return remembered.digest

@@ -22,7 +22,7 @@ from .grants import GRANT_LIFETIME_S, RIGHTS, Grant, GrantVerifier, sign_grant
 from .high_water import HighWaterFile
 from .journal import Journal, JournalFiles
 from .keys import ParsedCredential, credential_digest, digests_equal, parse_credential
-from .leases import LeaseRenewal, Membership
+from .leases import LEASE_S, LeaseRenewal, Membership
 from .recovery import check_history
 from .registry import Registry
 from .secrets import Secrets, TokenSource
@@ -61,11 +61,18 @@ class Authorization(msgspec.Struct, frozen=True):
 class Authority:
     """One term of office over one store."""
 
-    def __init__(self, journal: Journal, secrets: Secrets, audience: str, token_source: TokenSource):
+    def __init__(
+        self,
+        journal: Journal,
+        secrets: Secrets,
+        audience: str,
+        token_source: TokenSource,
+        lease_s: float,
+    ):
         self.journal = journal
         self.audience = audience
         self.registry = Registry(journal, secrets, token_source)
-        self.membership = Membership(journal)
+        self.membership = Membership(journal, lease_s)
         self.token_source = token_source
         self._secrets = secrets
 
@@ -79,6 +86,7 @@ class Authority:
         *,
         audience: str = DEFAULT_AUDIENCE,
         token_source: TokenSource = token_bytes,
+        lease_s: float = LEASE_S,
     ) -> Authority:
         """Check the store against the high-water mark and its own trail, then take a new term.
 
@@ -95,7 +103,7 @@ class Authority:
             cluster = rec.ClusterRecord(token_source(16).hex(), token_source(16).hex(), clock.now_s())
             puts[rec.CLUSTER_KEY] = cluster
         journal = Journal(store, clock, secrets.certificate_key, files, cluster)
-        authority = cls(journal, secrets, audience, token_source)
+        authority = cls(journal, secrets, audience, token_source, lease_s)
         history = check_history(journal, mark, files.high_water)
         authority.registry.load(history.state)
         journal.take_term(

@@ -93,8 +93,9 @@ class LeaseHolder:
 class Membership:
     """The authority's side: which incarnations are registered, leased, ended, fenced."""
 
-    def __init__(self, journal: Journal):
+    def __init__(self, journal: Journal, lease_s: float = LEASE_S):
         self._journal = journal
+        self._lease_s = lease_s
         self._opened_at = journal.clock.monotonic_s()
         self._lease_ends: dict[str, float] = {}
 
@@ -147,8 +148,10 @@ class Membership:
     def renew(self, incarnation: str, sequence: int, floors: Floors) -> LeaseRenewal:
         """Extend the lease that ``begin_lease`` allowed in this same call."""
         journal = self._journal
-        self._lease_ends[incarnation] = journal.clock.monotonic_s() + LEASE_S
-        return LeaseRenewal(incarnation, sequence, LEASE_S, floors, journal.term, journal.cluster.store_epoch)
+        self._lease_ends[incarnation] = journal.clock.monotonic_s() + self._lease_s
+        return LeaseRenewal(
+            incarnation, sequence, self._lease_s, floors, journal.term, journal.cluster.store_epoch
+        )
 
     def end(self, incarnation: str, proof: str) -> rec.MembershipRecord:
         """Record that an incarnation is proven gone; again, nothing changes. Raises: IncarnationUnknown."""
@@ -180,7 +183,7 @@ class Membership:
 
     def fence_remaining_s(self, incarnation: str) -> float:
         """Seconds until no lease of a fenced incarnation can be held any more, skew included."""
-        last = self._lease_ends.get(incarnation, self._opened_at + LEASE_S)
+        last = self._lease_ends.get(incarnation, self._opened_at + self._lease_s)
         return max(0.0, last + LEASE_SKEW_S - self._journal.clock.monotonic_s())
 
     def get(self, incarnation: str) -> rec.MembershipRecord:

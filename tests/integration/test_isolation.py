@@ -9,7 +9,7 @@ import httpx
 import pytest
 from live_cluster import LiveServer, copyhold, wait_until
 
-from copyhold.cluster.sdk import AuthenticationError, NamespaceRevoked, NotFoundError
+from copyhold.cluster.sdk import AuthenticationError, Client, NamespaceRevoked, NotFoundError
 from copyhold.namespace.certificate import parse_certificate, verify_certificate
 from copyhold.namespace.signing import PUBLIC_KEY_BYTES, parse_hex
 
@@ -137,7 +137,46 @@ def test_a_client_that_goes_away_leaves_nothing_running(server: LiveServer) -> N
 
 
 def test_a_key_that_was_never_given_is_refused_like_any_other(server: LiveServer) -> None:
-    from copyhold.cluster.sdk import Client
-
     with Client(server.url, "ch_wrong_key") as client, pytest.raises(AuthenticationError):
         client.models()
+
+
+def test_a_disabled_key_is_refused_like_a_wrong_one_and_ends_what_runs_under_it(server: LiveServer) -> None:
+    tenant = server.tenant()
+    key_id = tenant.key.split("_")[1]
+    headers = {"authorization": f"Bearer {tenant.key}"}
+    wrong = httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer ch_no_such"})
+    with tenant.client.stream(SECRET, max_tokens=700, ignore_eos=True) as stream:
+        next(stream)
+        assert (
+            copyhold(
+                "tenants", "disable-key", key_id, "--admin-socket", server.supervisor.admin_socket
+            ).returncode
+            == 0
+        )
+        refused = httpx.get(f"{server.url}/v1/models", headers=headers)
+        assert (refused.status_code, refused.content) == (401, wrong.content)
+        with pytest.raises(AuthenticationError):
+            for _ in stream:
+                pass
+    server.assert_quiet()
+    server.admin.set_key_enabled(key_id, True)
+    wait_until(lambda: reuses(tenant.client))
+
+
+def test_a_disabled_namespace_is_not_found_until_it_is_enabled(server: LiveServer) -> None:
+    tenant = server.tenant()
+    tenant.client.chat(SECRET, max_tokens=2)
+    server.admin.set_namespace_enabled(tenant.name, False)
+    with pytest.raises(NotFoundError):
+        tenant.client.chat(SECRET, max_tokens=2)
+    server.admin.set_namespace_enabled(tenant.name, True)
+    wait_until(lambda: reuses(tenant.client))
+
+
+def reuses(client: Client) -> bool:
+    """Whether the prompt is served, from cached state. Replicas hear of an enabled key with their next renewal."""
+    try:
+        return client.chat(SECRET, max_tokens=2).cached_tokens > 0
+    except (AuthenticationError, NotFoundError):
+        return False

@@ -146,6 +146,7 @@ class LocalReplica:
         self._requests += 1
         return Submission(
             request_id=f"req-{self._requests}",
+            key_id="key",
             receipt_id=f"rcp-{self._requests}",
             scope=Scope(namespace, generation, self.world),
             model="tiny",

@@ -46,6 +46,7 @@ def replica() -> Iterator[Replica]:
             cluster=CLUSTER,
             sessions_store=StoreTarget(f"unix://{folder}/absent.sock"),
             receipt_ttl_s=60,
+            request_lifetime_s=60.0,
         )
         found = Replica(spec)
         yield found

@@ -47,6 +47,12 @@ class ScriptedAdmin:
     async def create_key(self, tenant: str) -> dict[str, Any]:
         return self._called("create_key", tenant)
 
+    async def set_key_enabled(self, key_id: str, enabled: bool) -> dict[str, Any]:
+        return self._called("set_key_enabled", key_id, enabled)
+
+    async def set_namespace_enabled(self, namespace: str, enabled: bool) -> dict[str, Any]:
+        return self._called("set_namespace_enabled", namespace, enabled)
+
     async def revoke(self, namespace: str, deadline_s: float) -> bytes:
         self._called("revoke", namespace, deadline_s)
         return CERTIFICATE
@@ -93,6 +99,9 @@ def http(live_server: LiveServer, admin: ScriptedAdmin) -> httpx.Client:
     "method, path, body, status, call",
     [
         ("GET", "/admin/pool", None, 200, ["pool"]),
+        ("POST", "/admin/audit/ledgers", None, 200, ["audit_ledgers"]),
+        ("POST", "/admin/keys/k1", {"enabled": False}, 200, ["set_key_enabled", "k1", False]),
+        ("POST", "/admin/namespaces/acme", {"enabled": True}, 200, ["set_namespace_enabled", "acme", True]),
         ("GET", "/admin/ranks", None, 200, ["ranks"]),
         ("POST", "/admin/tenants", {"name": "a"}, 201, ["create_tenant", "a", None]),
         ("POST", "/admin/tenants", {"name": "a", "namespaces": ["x"]}, 201, ["create_tenant", "a", ["x"]]),
@@ -117,7 +126,7 @@ def test_a_certificate_leaves_byte_for_byte(http: httpx.Client, admin: ScriptedA
     assert http.post("/admin/revoke", json={"namespace": "a"}).content == CERTIFICATE
     response = http.get("/admin/certificates/cert-1")
     assert response.content == CERTIFICATE and response.headers["content-type"] == "application/json"
-    assert admin.calls == [("revoke", "a", 2.0), ("revoke", "a", 10.0), ("certificate", "cert-1")]
+    assert admin.calls == [("revoke", "a", 2.0), ("revoke", "a", 1.0), ("certificate", "cert-1")]
     assert http.get("/admin/public-key").text.startswith("-----BEGIN PUBLIC KEY-----")
 
 
