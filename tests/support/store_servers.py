@@ -58,10 +58,11 @@ class OutsideStore:
             self._process.wait()
             self._process = None
 
-    def add_user(self, name: str, password: str) -> None:
-        """Only ``name`` may come in from now on."""
+    def add_user(self, name: str, password: str, *rules: str) -> None:
+        """Only ``name`` may come in from now on, with all rights unless ``rules`` say otherwise."""
         client = redis.Redis(port=self.port)
-        client.execute_command("ACL", "SETUSER", name, "on", f">{password}", "~*", "&*", "+@all")
+        rights = rules or ("~*", "&*", "+@all")
+        client.execute_command("ACL", "SETUSER", name, "on", f">{password}", *rights)
         client.execute_command("ACL", "SETUSER", "default", "off")
         client.close()
 

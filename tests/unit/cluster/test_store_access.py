@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from copyhold.namespace.errors import (
     StoreNotDurable,
 )
 from copyhold.namespace.records import TermRecord
-from copyhold.namespace.sessions import SessionStore
+from copyhold.namespace.sessions import RecordName, SessionStore
 from copyhold.namespace.store import Store, open_client
 from copyhold.namespace.store_target import StoreTarget, parse_store_address, read_password, shown_address
 
@@ -196,7 +197,10 @@ def test_a_store_that_is_not_there_is_one_typed_line(run_dir: Path) -> None:
 
 
 def test_two_names_of_one_server_are_seen_through(store: OutsideStore, run_dir: Path) -> None:
-    both: dict[str, Any] = {"authority_store": store.url, "sessions_store": f"redis://localhost:{store.port}/1"}
+    both: dict[str, Any] = {
+        "authority_store": store.url,
+        "sessions_store": f"redis://localhost:{store.port}/1",
+    }
     with pytest.raises(ConfigError, match="one server"):
         probe(run_dir, **both)
     probe(run_dir, **both, accept_shared_store=True)
@@ -228,6 +232,32 @@ def test_a_user_and_a_password_let_in_and_nobody_else(run_dir: Path, tmp_path: P
                 probe(run_dir, authority_store=url, **settings)
             assert refused.value.type == "store_refused"
             assert PASSWORD not in refused.value.message and "joe" not in refused.value.message
+
+
+def test_the_rights_that_the_documentation_names_are_enough(run_dir: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text("utf-8")
+    told = page[page.index("- The user needs") : page.index("on keys that begin with")]
+    commands = [f"+{word.lower().replace(' ', '|')}" for word in re.findall(r"`([A-Z ]+)`", told)]
+    assert len(commands) > 10
+    with outside_store() as store:
+        store.add_user("joe", PASSWORD, "~ch:*", "~chs:*", *commands)
+        settings = {"store_password_file": str(secret_file(tmp_path / "pw", PASSWORD))}
+        urls = {
+            "authority_store": f"redis://joe@127.0.0.1:{store.port}",
+            "sessions_store": f"redis://joe@127.0.0.1:{store.port}/1",
+        }
+        targets = probe(run_dir, **urls, **settings, accept_shared_store=True)
+        opened = Store.connect(targets["authority"], b"k" * 32)
+        opened.commit(1, {}, {"a": TermRecord(1), "b": TermRecord(2)})
+        opened.commit(1, {}, {}, ["b"])
+        assert [found is not None for found in opened.read_many(["a", "b"], TermRecord)] == [True, False]
+        opened.close()
+        sessions = SessionStore.connect(targets["sessions"])
+        name = RecordName("acme", 1, "receipt", "r1")
+        sessions.put(b"s" * 32, name, TermRecord(3), 60.0)
+        assert sessions.get(b"s" * 32, name, TermRecord) == TermRecord(3)
+        assert sessions.delete_generation("acme", 1).records_deleted == 1
+        sessions.close()
 
 
 def test_a_password_in_a_url_goes_into_a_file_of_mode_0600_only(run_dir: Path) -> None:
