@@ -19,7 +19,7 @@ from copyhold.namespace.errors import FleetUnreachable
 from copyhold.namespace.records import GatewayAcknowledgement, IncarnationRecord, RankEvidence
 from copyhold.namespace.sessions import SessionStore
 
-from .names import COORDINATOR, GATEWAY, RAY_NAMESPACE, worker_name
+from .names import COORDINATOR, GATEWAY, worker_name
 
 
 class RayFleet:
@@ -37,7 +37,7 @@ class RayFleet:
         """The actor of that name. Raises ``FleetUnreachable`` when there is none."""
         if name not in self._handles:
             try:
-                self._handles[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+                self._handles[name] = ray.get_actor(name)
             except ValueError as error:
                 raise FleetUnreachable(name, "there is no such actor") from error
         return self._handles[name]

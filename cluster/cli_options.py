@@ -103,5 +103,5 @@ def _option(spec: FieldSpec, own: Mapping[str, Any]) -> inspect.Parameter:
 def _metavar(spec: FieldSpec) -> str | None:
     if spec.kind is bool:
         return None
-    words = {"": "TEXT", "URL": "URL"}
+    words = {"": "TEXT", "URL": "URL", "host:port": "ADDRESS"}
     return {int: "N", float: "SECONDS"}.get(spec.kind) or words.get(spec.unit, "PATH")

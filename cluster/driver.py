@@ -14,6 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
+from .errors import ClusterError
 from .launch import Failed, LaunchSpec, ReadyPipe, Stage, decode_report, read_launch_spec
 from .prepare import PreparedModel, prepared_model
 from .ray_session import enter_environment
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check_pool(spec)
         prepared = _prepare(spec, pipe)
-        enter_environment(Path(spec.run_dir), spec.config.threads_per_rank)
+        enter_environment(spec)
         from copyhold.models.manifest import load_checkpoint
 
         from .keeper import Keeper
@@ -54,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         keeper.start(pipe, stopped.is_set)
     except StartFailed as error:
         pipe.failed(error.name, str(error))
+        return 1
+    except ClusterError as error:
+        pipe.failed(type(error).__name__, error.message)
         return 1
     except Exception as error:
         pipe.failed(type(error).__name__, str(error) or type(error).__name__)

@@ -116,6 +116,29 @@ class NotRunning(ClusterError):
     type = "not_running"
 
 
+class ClusterUnavailable(ClusterError):
+    """The Ray cluster of ``address`` cannot be joined from this machine. Nothing of ours runs on it."""
+
+    type = "cluster_unavailable"
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"cannot join the Ray cluster at {address}: {reason}")
+        self.address = address
+
+
+class ClusterTooSmall(ClusterError):
+    """The joined cluster's node cannot give the logical CPUs a server needs. Nothing of ours runs on it."""
+
+    type = "cluster_too_small"
+
+    def __init__(self, cpus: int, found: str) -> None:
+        super().__init__(
+            f"{cpus} logical CPUs are needed, one for each rank and one for each replica; {found} "
+            "(fewer with --tp or --replicas)"
+        )
+        self.cpus = cpus
+
+
 class StopFailed(ClusterError):
     """The server did not end in time. It may still be shutting down."""
 
@@ -150,3 +173,10 @@ class TenantRequestFailed(ClusterError):
     """The tenant port refused or did not answer a request. The server goes on."""
 
     type = "tenant_request"
+
+
+class BenchInvalid(ClusterError):
+    """A measurement did not measure what it should have; no figure of the run is reported."""
+
+    type = "bench_invalid"
+    exit_code = 3

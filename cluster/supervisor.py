@@ -49,6 +49,14 @@ from .valkey_process import Appendfsync
 
 DRIVER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "copyhold.cluster.driver")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_JOINING_VARIABLES = (
+    "RAY_ADDRESS",
+    "RAY_AUTH_",
+    "RAY_USE_TLS",
+    "RAY_TLS_",
+    "RAY_TMPDIR",
+    "RAY_JOB_CONFIG_JSON",
+)
 _KILL_DEADLINE_S = 10.0
 
 Progress = Callable[[str, str], None]
@@ -258,9 +266,15 @@ class Supervisor:
         )
 
     def _environment(self) -> dict[str, str]:
-        """The user's environment, less what would steer Ray or numba elsewhere, plus the mark of this run."""
+        """The user's environment, less what would steer Ray or numba elsewhere, plus the mark of this run.
+
+        Who joins a cluster is steered by what says where it is and how to be let in.
+        """
+        joins = _JOINING_VARIABLES if self.config.address else ()
         kept = {
-            key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "NUMBA_CACHE"))
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("RAY_", "NUMBA_CACHE")) or (joins and key.startswith(joins))
         }
         return kept | {
             RUN_MARK: str(self.run_dir),
@@ -310,9 +324,13 @@ class Supervisor:
         self._hurry = True
 
     def _notice(self, processes: set[ProcessIdentity]) -> None:
-        """Remember who belonged to the run and which shared memory they held, for when they are gone."""
+        """Remember who belonged to the run and which shared memory they held, for when they are gone.
+
+        On a joined cluster they also hold what is the cluster's, so that there only names count.
+        """
         self._seen_pids |= {process.pid for process in processes}
-        self.shared_memory |= shared_memory_names(process.pid for process in processes)
+        if not self.config.address:
+            self.shared_memory |= shared_memory_names(process.pid for process in processes)
 
 
 def check_port_free(host: str, port: int) -> None:
