@@ -1,0 +1,50 @@
+"""``copyhold bench NAME``: figures of this machine, with their targets and peers.
+
+Exit code 0 when every row with a target meets it, 1 when one misses, 3 when a measurement was not valid. Imported by every
+``copyhold`` command, so what measures is imported where it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .cli_options import JsonOption
+from .cli_output import Output, progress_on_stderr
+from .config import FIELDS, load_config
+from .errors import UsageError
+
+bench = typer.Typer(help="Benchmarks, each beside a peer in the same run.", no_args_is_help=True)
+
+
+@bench.callback()
+def _benchmarks() -> None:
+    """Benchmarks, each beside a peer in the same run."""
+
+
+@bench.command("serve")
+def bench_serve(
+    runs: Annotated[int, typer.Option("--runs", min=1, max=100, help="Times each figure is measured.")] = 3,
+    tp: Annotated[
+        list[int] | None, typer.Option("--tp", min=1, max=8, help="Only servers of so many ranks.")
+    ] = None,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure transformers too.")] = True,
+    model: Annotated[str, typer.Option("--model", metavar="PATH", help="Checkpoint. [SmolLM2]")] = "",
+    cache_dir: Annotated[
+        str, typer.Option("--cache-dir", metavar="PATH", help="Converted checkpoints.")
+    ] = str(FIELDS["cache_dir"].default),
+    json: JsonOption = False,
+) -> int:
+    """Decode rate, first tokens, transport, memory and start-up of real servers, one thread a rank."""
+    from .bench_plan import BenchPlan
+    from .bench_serve import SHAPES, run_serve_bench
+
+    shapes = [shape for shape in SHAPES if tp is None or shape[0] in tp]
+    if not shapes:
+        raise UsageError(f"--tp {tp}: servers of {sorted({ranks for ranks, _ in SHAPES})} ranks are measured")
+    config = load_config(None, {"model": model, "cache_dir": cache_dir})
+    with progress_on_stderr() as say:
+        report = run_serve_bench(config, shapes, BenchPlan(runs=runs), peers, say)
+    Output(json).emit(report.document(), report.text())
+    return 0 if report.ok else 1

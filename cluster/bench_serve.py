@@ -1,0 +1,193 @@
+"""The serving benchmark: real servers, driven over HTTP as a stranger with one key would, beside transformers.
+
+Owns what is measured and how. Rates and first-token times are the client's own clock; the transport share is the engine's;
+memory is the summed proportional set size of every process of the run, this one included. Servers run one after another,
+each with one thread a rank. Invariant: a first-token time counts only if the server reused exactly what it should have.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from copyhold.models.layout import Dtype
+from copyhold.models.manifest import load_checkpoint
+
+from .admin_client import AdminClient
+from .bench_peer import PeerTask, PrepareTask
+from .bench_plan import BenchPlan, Samples
+from .bench_report import BenchReport, BenchRow, Machine, Target, bench_row, versions
+from .config import Config
+from .errors import BenchInvalid
+from .prepare import prepared_model
+from .processes import summed_pss_mib
+from .sdk import Client
+from .supervisor import Supervisor
+
+Say = Callable[[str, str], None]
+Shape = tuple[int, Dtype]
+"""(ranks, dtype) of one server."""
+
+SHAPES: tuple[Shape, ...] = ((1, "bfloat16"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16"))
+"""The first is the one that targets are for; the others are reported."""
+
+DECODE_1 = Target(15.0)
+DECODE_8 = Target(90.0)
+TRANSPORT_SHARE = Target(0.10, at_least=False)
+PSS_MIB = Target(3072.0, at_least=False)
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A running server as the benchmark sees it."""
+
+    client: Client
+    admin: AdminClient
+    vocab_size: int
+    block_size: int
+    pids: Callable[[], Sequence[int]]
+
+
+def run_serve_bench(
+    config: Config, shapes: Sequence[Shape], plan: BenchPlan, peers: bool, say: Say
+) -> BenchReport:
+    """Measure every shape, the peer first. Raises: ``BenchInvalid``, ``ClusterError`` of a failed start."""
+    machine = Machine()
+    say("prepare", "checkpoints and kernels")
+    _subprocess(PrepareTask(config.model, str(config.cache_path), tuple(shapes)), dict[str, str])
+    theirs: dict[str, Samples] = {}
+    notes: list[str] = []
+    if peers and "transformers" not in versions():
+        notes.append("transformers is not installed: no peer figures")
+    elif peers:
+        dtypes: tuple[Dtype, ...] = tuple({dtype: None for tp, dtype in shapes if tp == 1})
+        say("transformers", ", ".join(dtypes))
+        theirs = _subprocess(PeerTask(config.model, dtypes, plan, config.block_size), dict[str, Samples])
+    rows: list[BenchRow] = []
+    for number, (tp, dtype) in enumerate(shapes):
+        name = f"TP {tp} {dtype}"
+        samples = measure_shape(
+            config, tp, dtype, plan, lambda stage, detail, name=name: say(name, f"{stage} {detail}")
+        )
+        peer = theirs.get(dtype) if tp == 1 else None
+        rows += serve_rows(samples, "" if number == 0 else f", {name}", number == 0, peer)
+    return BenchReport(
+        bench="serve",
+        versions=versions(),
+        machine=machine.facts(),
+        settings={
+            "plan": msgspec.to_builtins(plan),
+            "threads_per_rank": 1,
+            "target_shape": f"TP {shapes[0][0]} {shapes[0][1]}",
+        },
+        notes=tuple(notes),
+        rows=tuple(rows),
+    )
+
+
+def serve_rows(samples: Samples, suffix: str, targets: bool, peer: Samples | None) -> list[BenchRow]:
+    """One row a figure; ``targets`` are for the first shape only."""
+    other = peer or Samples()
+
+    def row(
+        name: str, unit: str, ours: list[float], target: Target | None, theirs: list[float] | None = None
+    ) -> BenchRow:
+        aim = target if targets else None
+        return bench_row(name + suffix, unit, ours, aim, {"transformers": theirs or []})
+
+    return [
+        row("decode batch 1", "tok/s", samples.decode_1, DECODE_1, other.decode_1),
+        row("decode batch 8", "tok/s", samples.decode_8, DECODE_8, other.decode_8),
+        row("first token cold", "ms", samples.first_cold_ms, None, other.first_cold_ms),
+        row("first token cached", "ms", samples.first_cached_ms, None, other.first_cached_ms),
+        row("transport share", "fraction", samples.transport_share, TRANSPORT_SHARE),
+        row("memory", "MiB", samples.pss_mib, PSS_MIB),
+        row("start-up", "s", samples.start_s, None),
+    ]
+
+
+def measure_shape(config: Config, tp: int, dtype: Dtype, plan: BenchPlan, say: Say) -> Samples:
+    """Start a server of this shape, measure it, stop it."""
+    config = msgspec.structs.replace(
+        config, tp=tp, dtype=dtype, port=0, state_dir="", admin_socket="", threads_per_rank=1
+    )
+    started_s = time.monotonic()
+    with Supervisor(config, say) as server:
+        start_s = time.monotonic() - started_s
+        checkpoint = load_checkpoint(Path(prepared_model(server.run_dir).path))
+        with AdminClient(server.admin_socket) as admin:
+            key = admin.create_tenant("bench")["key"]
+            with Client(server.url, key) as client:
+                vocab_size = checkpoint.config.vocab_size
+                served = Served(client, admin, vocab_size, config.block_size, server.pids)
+                samples = measure_served(served, plan, say)
+    samples.start_s.append(start_s)
+    return samples
+
+
+def measure_served(served: Served, plan: BenchPlan, say: Say) -> Samples:
+    """All measures of a running server but its start."""
+    found = Samples()
+    prompts = plan.decode_prompts(served.vocab_size)
+    decode_rate(served, prompts, plan.new_tokens)
+    for run in range(plan.runs):
+        say("run", f"{run + 1} of {plan.runs}")
+        before = _times(served)
+        found.decode_1.append(decode_rate(served, prompts[:1], plan.new_tokens))
+        after = _times(served)
+        step_s = after["step_s"] - before["step_s"]
+        found.transport_share.append(1 - (after["execution_s"] - before["execution_s"]) / step_s)
+        found.decode_8.append(decode_rate(served, prompts, plan.new_tokens))
+        prompt = plan.cold_prompt(run, served.vocab_size)
+        found.first_cold_ms.append(first_token_ms(served, prompt, 0))
+        cached_tokens = plan.cached_tokens(served.block_size)
+        found.first_cached_ms.append(first_token_ms(served, prompt, cached_tokens))
+        found.pss_mib.append(summed_pss_mib(served.pids()))
+    return found
+
+
+def decode_rate(served: Served, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    """Tokens per second of all prompts together, from the first stream's first token to the last one's end."""
+
+    def stream(prompt: list[int]) -> tuple[float, float, int]:
+        sent_s = time.perf_counter()
+        with served.client.stream_complete(prompt, max_tokens=new_tokens, ignore_eos=True) as answer:
+            reply = answer.reply()
+        return sent_s + reply.time_to_first_token_s, time.perf_counter(), reply.completion_tokens
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        streams = list(threads.map(stream, prompts))
+    if any(tokens != new_tokens for _, _, tokens in streams):
+        raise BenchInvalid(f"{[tokens for _, _, tokens in streams]} tokens came, {new_tokens} were asked for")
+    elapsed_s = max(end for _, end, _ in streams) - min(first for first, _, _ in streams)
+    return len(prompts) * (new_tokens - 1) / elapsed_s
+
+
+def first_token_ms(served: Served, prompt: list[int], cached_tokens: int) -> float:
+    """Time to the first token of a request that must reuse exactly ``cached_tokens``."""
+    with served.client.stream_complete(prompt, max_tokens=1, ignore_eos=True) as answer:
+        reply = answer.reply()
+    if reply.cached_tokens != cached_tokens:
+        raise BenchInvalid(f"{reply.cached_tokens} tokens were reused, {cached_tokens} expected")
+    return reply.time_to_first_token_s * 1e3
+
+
+def _times(served: Served) -> dict[str, float]:
+    return served.admin.status()["replicas"][0]["times"]
+
+
+def _subprocess(task: PrepareTask | PeerTask, kind: Any) -> Any:
+    """Run a task in a process of its own, so that nothing it loads stays in this one."""
+    command = [sys.executable, "-P", "-m", "copyhold.cluster.bench_peer", msgspec.json.encode(task).decode()]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        name = type(task).__name__
+        raise BenchInvalid(f"{name} failed: {lines[-1] if lines else f'exit code {done.returncode}'}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=kind)
