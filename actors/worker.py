@@ -114,14 +114,17 @@ class TPWorker:
         self._rank = Rank(self._spec.rank, self._spec.incarnation, self._shard, self._pool, self._signer)
 
     def warm_up(self) -> int:
-        """One step on a block that is zeroed again; returns how many kernels had to be compiled."""
+        """One step on a block that is zeroed again; returns how many loops had to be compiled."""
         from copyhold.kernels import cpu
+        from copyhold.kvcore import warm_up as ledger
 
         from .rank import warm_up_step
 
         cpu.warm_up()
+        ledger.warm_up()
         warm_up_step(self._shard)
-        self._kernel_compilations = sum(misses for _, misses in cpu.compile_counts().values())
+        counts = [*cpu.compile_counts().values(), *ledger.compile_counts().values()]
+        self._kernel_compilations = sum(misses for _, misses in counts)
         return self._kernel_compilations
 
     def serve(self) -> None:

@@ -35,7 +35,8 @@ def prepared_model(run_dir: str | Path) -> PreparedModel:
 
 def main(argv: list[str]) -> int:
     """``prepare LAUNCH_FILE``: convert and compile; exit code 1 with a ``Failed`` line when it cannot be done."""
-    from copyhold.kernels.cpu import warm_up
+    from copyhold.kernels import cpu
+    from copyhold.kvcore import warm_up as ledger
     from copyhold.models.convert import convert
     from copyhold.models.errors import ModelError
     from copyhold.models.layout import Dtype
@@ -58,7 +59,8 @@ def main(argv: list[str]) -> int:
         _say(Failed(type(error).__name__, str(error)))
         return 1
     _say(Stage("kernels", "compiling"))
-    warm_up()
+    cpu.warm_up()
+    ledger.warm_up()
     prepared = PreparedModel(str(checkpoint.path), checkpoint.digest)
     prepared_path(spec.run_dir).write_bytes(msgspec.json.encode(prepared))
     return 0

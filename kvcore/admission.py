@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from . import loops
 from .commands import Abort, Admit
 from .digest import Array
 from .errors import (
@@ -25,7 +26,7 @@ from .errors import (
 from .eviction import EvictionPlan, commit_evictions, plan_evictions
 from .lengths import prefix_lengths
 from .receipts import PrefixMatch
-from .state import LedgerState, block_ids, node_handles, require_counter
+from .state import LedgerState, node_handles, require_counter, scrub_ids
 from .tree import TreeMatch
 
 
@@ -44,13 +45,12 @@ class AdmitPlan(msgspec.Struct, frozen=True):
     tokens: Array
     found: Lookup
     evictions: EvictionPlan
-    shared_blocks: int
-    needed_blocks: int
+    needed_blocks: tuple[int, ...]
 
 
 def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool) -> Lookup:
     """Matches `tokens` under a scope's root, capped at prompt - 1 and cut to whole pages; reads only."""
-    page = state.block_size
+    page = state.alignment
     found = state.tree.match(scope_id, tokens) if lookup else TreeMatch([], 0, 0, 0, False, False)
     match = prefix_lengths(
         len(tokens),
@@ -86,49 +86,68 @@ def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
         raise DuplicateTransactionId(command.transaction, state.last_transaction)
     found = look_up(state, state.scopes.find(scope), tokens, command.lookup)
     evictions = plan_evictions(state, command.evict, found.nodes)
-    shared = found.match.runtime // state.block_size
-    needed = -(-len(tokens) // state.block_size) - shared
-    free = state.pool.free.count
-    if needed > free + evictions.num_blocks:
-        raise OutOfMemory(needed, free, evictions.num_blocks)
+    needed = plan_blocks(state, len(tokens), found.match.runtime, evictions)
     if state.requests.free.count == 0:
         raise SlotsExhausted(state.requests.max_requests)
-    return AdmitPlan(command, tokens, found, evictions, shared, needed)
+    return AdmitPlan(command, tokens, found, evictions, needed)
+
+
+def plan_blocks(state: LedgerState, rows: int, shared: int, evictions: EvictionPlan) -> tuple[int, ...]:
+    """Blocks each group needs for rows [shared, rows). Raises: OutOfMemory for the first group that lacks them."""
+    needed = []
+    for pool, per_page in zip(state.pools, state.tree.per_page, strict=True):
+        blocks = -(-rows // pool.block_size) - shared // pool.block_size
+        free, named = pool.free.count, evictions.pages * per_page
+        if blocks > free + named:
+            raise OutOfMemory(blocks, free, named, pool.group)
+        needed.append(blocks)
+    return tuple(needed)
 
 
 def commit_admit(state: LedgerState, plan: AdmitPlan) -> dict[str, Any]:
     """Evicts, splits at the match, leases the path, reserves the rest; the receipt's fields."""
-    pool, tree, requests = state.pool, state.tree, state.requests
+    tree, requests = state.tree, state.requests
     evicted = commit_evictions(state, plan.evictions)
     nodes = list(plan.found.nodes)
     if nodes and plan.found.last_pages < int(tree.pages.array[nodes[-1]]):
         nodes[-1] = tree.split(nodes[-1], plan.found.last_pages)
-    shared = tree.path_blocks(nodes)
-    pool.lease(shared)
     scope_id = state.scopes.intern(plan.command.scope)
-    fresh, scrub = pool.allocate(np.full(plan.needed_blocks, scope_id, dtype=np.int32))
     slot = requests.free.take_one()
-    total = len(shared) + len(fresh)
-    requests.write_table(np.full(total, slot), np.arange(total), np.concatenate([shared, fresh]))
-    requests.tokens[slot, : len(plan.tokens)] = plan.tokens
-    requests.generation.put(slot, int(requests.generation.array[slot]) + 1)
-    requests.active.put(slot, 1)
-    requests.scope.put(slot, scope_id)
-    requests.num_tokens.put(slot, len(plan.tokens))
-    requests.token_print.put(slot, state.fingerprint(plan.tokens, 0))
-    requests.valid_rows.put(slot, plan.found.match.runtime)
-    requests.num_blocks.put(slot, total)
-    requests.terminal.put(slot, nodes[-1] if nodes else 0)
-    requests.shared.put(slot, len(shared))
-    requests.transaction.put(slot, plan.command.transaction + 1)
-    state.counters.put(1, plan.command.transaction + 1)
+    runtime = plan.found.match.runtime
+    fields = {
+        loops.ACTIVE: 1,
+        loops.SCOPE: scope_id,
+        loops.NUM_TOKENS: len(plan.tokens),
+        loops.TOKEN_PRINT: loops.copy_tokens(plan.tokens, requests.tokens[slot], state.weights),
+        loops.VALID: runtime,
+        loops.SLOT_GENERATION: int(requests.generation.array[slot]) + 1,
+        loops.TERMINAL: nodes[-1] if nodes else 0,
+        loops.SHARED: runtime // state.alignment,
+        loops.TRANSACTION: plan.command.transaction + 1,
+    }
+    shared_parts, fresh_parts, scrub_parts = [], [], []
+    for group, pool in enumerate(state.pools):
+        shared = tree.path_blocks(nodes, group)
+        pool.lease(shared)
+        fresh, scrub = pool.allocate(plan.needed_blocks[group], scope_id)
+        first = slot * requests.widths[group]
+        requests.cells[group].fill(first, shared)
+        requests.cells[group].fill(first + len(shared), fresh[:, 0])
+        fields[loops.GROUP_FIELDS + 2 * group] = len(shared) + len(fresh)
+        shared_parts.append(shared)
+        fresh_parts.append(fresh)
+        scrub_parts.append(scrub)
+    requests.put(slot, fields)
+    state.transaction_counter.put(0, plan.command.transaction + 1)
+    first_scrub, other_scrub = scrub_ids(tuple(scrub_parts))
     return {
         "request": requests.handle(slot),
         "match": plan.found.match,
-        "new_blocks": state.block_handles(fresh),
-        "shared_blocks": state.block_handles(shared),
+        "new_blocks": state.handles(tuple(fresh_parts)),
+        "shared_blocks": state.present_handles(tuple(shared_parts)),
         "path": node_handles(tree, nodes),
-        "scrub": block_ids(scrub),
+        "scrub": first_scrub,
+        "scrub_others": other_scrub,
         "evicted": evicted,
     }
 
@@ -152,10 +171,12 @@ def commit_abort(state: LedgerState, plan: tuple[int, int]) -> dict[str, Any]:
     freed, evictable, scrub = state.drop_references(slot)
     requests.clear(slot)
     requests.generation.put(slot, handle.generation + 1)
+    first_scrub, other_scrub = scrub_ids(scrub)
     return {
         "transaction": transaction,
         "request": handle,
         "freed_blocks": freed,
         "evictable_blocks": evictable,
-        "scrub": block_ids(scrub),
+        "scrub": first_scrub,
+        "scrub_others": other_scrub,
     }

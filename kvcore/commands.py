@@ -6,15 +6,22 @@ Source: LEDGER "Commands"; contracts K048, K074, K075.
 
 from __future__ import annotations
 
+import sys
+from array import array
+
 import msgspec
 
 
 class GroupSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One cache group's pool: rows a block holds and how many blocks there are (the minimum over the ranks)."""
+    """One cache group's pool: rows a block holds and how many blocks there are (the minimum over the ranks).
+
+    `window` 0 is full attention.
+    """
 
     name: str
     block_size: int
     num_blocks: int
+    window: int = 0
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True):
@@ -118,16 +125,89 @@ class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
     nodes: tuple[NodeHandle, ...]
 
 
+class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
+    """Branches a request: every child shares its tokens and the blocks of its valid rows."""
+
+    parent: RequestHandle
+    children: int
+
+
+class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
+    """Cuts a request to its first `num_tokens` tokens. Deferred while its step is in flight."""
+
+    request: RequestHandle
+    num_tokens: int
+
+
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
+    """Drops everything a scope has indexed, unless a request references it."""
+
+    scope: Scope
+
+
+class PackedDispatch(msgspec.Struct, frozen=True, array_like=True, tag="dispatch_packed"):
+    """A Dispatch whose rows are little-endian int64 [rows, 4]: slot, generation, start, count."""
+
+    step: int
+    rows: bytes
+    evict: tuple[NodeHandle, ...] = ()
+
+
+class PackedComplete(msgspec.Struct, frozen=True, array_like=True, tag="complete_packed"):
+    """A Complete whose samples are little-endian int64 [n, 2] and whose discarded rows are int64 [n]."""
+
+    step: int
+    sampled: bytes = b""
+    discarded: bytes = b""
+
+
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """Undoes an Admit whose request was never dispatched and fences its handles."""
 
     transaction: int
 
 
-Command = Genesis | AdvanceGeneration | Admit | Dispatch | Complete | Publish | Release | Evict | Abort
+Command = (
+    Genesis
+    | AdvanceGeneration
+    | Admit
+    | Dispatch
+    | PackedDispatch
+    | Complete
+    | PackedComplete
+    | Publish
+    | Release
+    | Fork
+    | Truncate
+    | Evict
+    | Reset
+    | Abort
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+def pack(command: Command) -> Command:
+    """The same command with its rows in one block of bytes, where it has rows: what a large step is sent as.
+
+    Raises: OverflowError for a number beyond 64 bits; such a command has no packed form.
+    """
+    if isinstance(command, Dispatch):
+        rows = array("q")
+        for row in command.rows:
+            rows.extend((row.request.slot, row.request.generation, row.start, row.count))
+        return PackedDispatch(command.step, _little(rows), command.evict)
+    if isinstance(command, Complete):
+        samples = array("q", [number for pair in command.sampled for number in pair])
+        return PackedComplete(command.step, _little(samples), _little(array("q", command.discarded)))
+    return command
+
+
+def _little(numbers: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def encode_command(command: Command) -> bytes:

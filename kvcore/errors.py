@@ -61,11 +61,20 @@ class GenesisRepeated(LedgerRefusal):
 
 @dataclass(eq=False)
 class UnsupportedCacheGroups(LedgerRefusal):
-    """This ledger keeps exactly one cache group. The ledger stays empty."""
+    """A ledger keeps at least one cache group and a few at most. The ledger stays empty."""
 
     groups: int
     supported: int
     reason: ClassVar[str] = "unsupported_cache_groups"
+
+
+@dataclass(eq=False)
+class UnsupportedWindowGroup(LedgerRefusal):
+    """The group keeps a sliding window; this ledger keeps full attention only. The ledger stays empty."""
+
+    group: str
+    window: int
+    reason: ClassVar[str] = "unsupported_window_group"
 
 
 @dataclass(eq=False)
@@ -164,6 +173,7 @@ class OutOfMemory(LedgerRefusal):
     needed_blocks: int
     free_blocks: int
     named_blocks: int
+    group: int = 0
     reason: ClassVar[str] = "out_of_memory"
 
 
@@ -234,6 +244,34 @@ class ReleaseReasonMissing(LedgerRefusal):
 
     given: str
     reason: ClassVar[str] = "release_reason_missing"
+
+
+@dataclass(eq=False)
+class ForkOfUnpublishedState(LedgerRefusal):
+    """The parent's step is in flight: its newest rows are not committed yet (K054). No child is made."""
+
+    slot: int
+    reason: ClassVar[str] = "fork_of_unpublished_state"
+
+
+@dataclass(eq=False)
+class TruncateBeyondLength(LedgerRefusal):
+    """A truncation cannot lengthen a request (K058). Unchanged."""
+
+    slot: int
+    num_tokens: int
+    known_tokens: int
+    reason: ClassVar[str] = "truncate_beyond_length"
+
+
+@dataclass(eq=False)
+class ResetWithLiveReferences(LedgerRefusal):
+    """A request references indexed blocks of the scope (K065). Nothing is dropped."""
+
+    namespace: str
+    node: int
+    references: int
+    reason: ClassVar[str] = "reset_with_live_references"
 
 
 @dataclass(eq=False)

@@ -1,29 +1,40 @@
-"""Eviction of whole leaf edges, named by handle: legality here, choice outside.
+"""Eviction of whole leaf edges, named by handle: legality here, choice outside. Reset of a whole root.
 
 Invariant: nodes are judged in the order given, as if those before were gone, so a parent may follow its last
 child; a leased node, a root, a stale handle or a node of the caller's own path is refused, and then nothing
-is evicted.
-Source: LEDGER "Determinism" (policies outside); contracts K045, K063, K119 to K122.
+is evicted. A reset drops everything one scope has indexed, or is refused while a request references it.
+Source: LEDGER "Determinism" (policies outside); contracts K045, K063, K065, K119 to K122.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from .commands import NodeHandle
-from .errors import EvictLiveBlock, InternalNodeEvicted, LockedLeafEvicted, RootEvicted, StaleTreeVersion
+from .commands import Evict, NodeHandle, Reset
+from .errors import (
+    EvictLiveBlock,
+    InternalNodeEvicted,
+    LockedLeafEvicted,
+    ResetWithLiveReferences,
+    RootEvicted,
+    StaleTreeVersion,
+)
 from .receipts import EvictionFacts
 from .state import LedgerState
 
 
 class EvictionPlan(msgspec.Struct, frozen=True):
-    """Nodes to remove in order, and the blocks that frees."""
+    """Nodes to remove in order, and the index pages (of `alignment` tokens) that frees in every group."""
 
     nodes: tuple[int, ...]
-    num_blocks: int
+    pages: int
+
+
+NOTHING = EvictionPlan((), 0)
 
 
 def plan_evictions(
@@ -31,11 +42,11 @@ def plan_evictions(
 ) -> EvictionPlan:
     """Checks every handle in order. Raises the refusal of the first illegal one; nothing changes."""
     if not handles:
-        return EvictionPlan((), 0)
+        return NOTHING
     tree = state.tree
     gone: dict[int, int] = {}
-    nodes: list[int] = []
-    num_blocks = 0
+    nodes: dict[int, None] = {}
+    pages = 0
     for handle in handles:
         node = handle.node
         if node == 0:
@@ -53,15 +64,46 @@ def plan_evictions(
             raise EvictLiveBlock(node)
         parent = int(tree.parent.array[node])
         gone[parent] = gone.get(parent, 0) + 1
-        nodes.append(node)
-        num_blocks += int(tree.pages.array[node])
-    return EvictionPlan(tuple(nodes), num_blocks)
+        nodes[node] = None
+        pages += int(tree.pages.array[node])
+    return EvictionPlan(tuple(nodes), pages)
 
 
 def commit_evictions(state: LedgerState, plan: EvictionPlan) -> EvictionFacts:
     """Unlists the edges, then frees their blocks."""
     for node in plan.nodes:
-        blocks = state.tree.remove_leaf(node)
-        scrub = state.pool.give_back(blocks, state.scopes.revoked)
+        _give_back(state, state.tree.remove_leaf(node))
+    return EvictionFacts(len(plan.nodes), plan.pages * sum(state.tree.per_page))
+
+
+def plan_evict(state: LedgerState, command: Evict) -> EvictionPlan:
+    """Raises the refusals of `plan_evictions`; nothing changes."""
+    return plan_evictions(state, command.nodes)
+
+
+def commit_evict(state: LedgerState, plan: EvictionPlan) -> dict[str, Any]:
+    """The receipt's fields."""
+    facts = commit_evictions(state, plan)
+    return {"nodes": facts.nodes, "freed_blocks": facts.freed_blocks}
+
+
+def plan_reset(state: LedgerState, command: Reset) -> Reset:
+    """Raises: ResetWithLiveReferences while a request references an indexed block of the scope; nothing changes."""
+    scope_id = state.scopes.find(command.scope)
+    for node in state.tree.subtree(scope_id):
+        if state.tree.lock(node):
+            raise ResetWithLiveReferences(command.scope.namespace, node, state.tree.lock(node))
+    return command
+
+
+def commit_reset(state: LedgerState, command: Reset) -> dict[str, Any]:
+    """Drops the root and frees its blocks; they keep their bytes until another scope gets them."""
+    dropped = state.tree.drop_root(state.scopes.find(command.scope))
+    _give_back(state, dropped)
+    return {"scope": command.scope, "freed_blocks": sum(len(blocks) for blocks in dropped)}
+
+
+def _give_back(state: LedgerState, parts: tuple[np.ndarray, ...]) -> None:
+    for pool, blocks in zip(state.pools, parts, strict=True):
+        scrub = pool.give_back(blocks, state.scopes.revoked)
         assert len(scrub) == 0, f"indexed blocks of a revoked scope: {np.sort(scrub).tolist()}"
-    return EvictionFacts(len(plan.nodes), plan.num_blocks)

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from .commands import AdvanceGeneration
+from .digest import Array
 from .errors import MalformedCommand, NamespaceGenerationMismatch
-from .state import LedgerState, block_ids, require_counter
+from .pool import BlockPool
+from .state import LedgerState, require_counter, scrub_ids
 
 
 def plan_advance(state: LedgerState, command: AdvanceGeneration) -> AdvanceGeneration:
@@ -30,32 +32,51 @@ def plan_advance(state: LedgerState, command: AdvanceGeneration) -> AdvanceGener
 
 def commit_advance(state: LedgerState, command: AdvanceGeneration) -> dict[str, Any]:
     """Drops roots, frees and scrubs what nobody references; the receipt's fields."""
-    pool, tree, requests = state.pool, state.tree, state.requests
+    tree, requests = state.tree, state.requests
     scopes = state.scopes.raise_floor(command.namespace, command.generation)
-    revoked = state.scopes.revoked
-    affected = np.flatnonzero(np.isin(requests.scope.array, scopes) & (requests.active.array == 1))
-    private = [state.private_leases(int(slot)) for slot in affected]
+    active = requests.active.array == 1
+    affected = np.flatnonzero(np.isin(requests.scope.array, scopes) & active)
+    groups = range(len(state.pools))
+    private = [state.private_leases(int(slot), group) for group in groups for slot in affected]
     requests.terminal.write(affected, 0)
     rooted = [int(scope_id) for scope_id in scopes if int(scope_id) in tree.roots]
-    freed = 0
-    scrub = []
-    for scope_id in rooted:
-        blocks = tree.drop_root(scope_id)
-        idle = blocks[pool.ref.array[blocks] == 0]
-        scrub.append(pool.give_back(idle, revoked))
-        freed += len(idle)
-    for blocks in private:
-        dropped, _, zeroed = pool.drop(blocks, revoked)
+    dropped = [tree.drop_root(scope_id) for scope_id in rooted]
+    freed = draining = 0
+    scrub: list[Array] = []
+    for group, pool in enumerate(state.pools):
+        leases = private[group * len(affected) : (group + 1) * len(affected)]
+        more, zeroed = _drain(state, pool, [blocks[group] for blocks in dropped], leases)
+        freed += more
         scrub.append(zeroed)
-        freed += dropped
-    unreferenced = np.flatnonzero((pool.ref.array == 0) & (pool.owner.array != 0))
-    scrub.append(pool.scrub_revoked(unreferenced, revoked))
-    draining = np.count_nonzero((pool.ref.array > 0) & np.isin(pool.owner.array, scopes))
+        held = pool.ref.array > 0
+        draining += int(np.count_nonzero(held & np.isin(pool.owner.array, scopes)))
+    first_scrub, other_scrub = scrub_ids(tuple(scrub))
     return {
         "namespace": command.namespace,
         "generation": command.generation,
         "roots_dropped": len(rooted),
         "freed_blocks": freed,
-        "draining_blocks": int(draining),
-        "scrub": block_ids(np.concatenate(scrub)),
+        "draining_blocks": draining,
+        "scrub": first_scrub,
+        "scrub_others": other_scrub,
     }
+
+
+def _drain(
+    state: LedgerState, pool: BlockPool, dropped: list[Array], leases: list[Array]
+) -> tuple[int, Array]:
+    """Frees unlisted blocks nobody references, drops leases on the rest; (freed, blocks to scrub)."""
+    revoked = state.scopes.revoked
+    freed = 0
+    scrub: list[Array] = []
+    for blocks in dropped:
+        idle = blocks[pool.ref.array[blocks] == 0]
+        scrub.append(pool.give_back(idle, revoked))
+        freed += len(idle)
+    for blocks in leases:
+        more, _, zeroed = pool.drop(blocks, revoked)
+        scrub.append(zeroed)
+        freed += more
+    unreferenced = np.flatnonzero((pool.ref.array == 0) & (pool.owner.array != 0))
+    scrub.append(pool.scrub_revoked(unreferenced, revoked))
+    return freed, np.concatenate(scrub)

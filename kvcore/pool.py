@@ -3,7 +3,7 @@
 Invariant per block, exclusive: free (no reference, no tree node) | evictable (no reference, tree node) |
 reserved (referenced, no valid row) | live (referenced, valid rows). A block's generation rises whenever it
 becomes free, so no handle survives a change of owner. `owner` is the scope whose bytes the block may still
-hold (0 = none: zeroed).
+hold (0 = none: zeroed). `pins` counts copies of a dispatched step that still read the block.
 Source: LEDGER; contracts K041, K044, K060, K066, K070, K074, K182, K187.
 """
 
@@ -12,7 +12,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from .digest import Array, Column, DigestSum, IdStack
+from . import loops
+from .columns import Cells, Digested, DigestSum, IdStack, Records
+from .digest import U64, Array
 
 
 class PoolGauge(msgspec.Struct, frozen=True):
@@ -25,48 +27,87 @@ class PoolGauge(msgspec.Struct, frozen=True):
     total: int
 
 
-class BlockPool:
-    """Blocks [0, num_blocks) with references, generations, valid rows, index entries and last owners."""
+class Sums:
+    """Both digests of one ledger in one array: uint64 [4], committed lanes first."""
 
-    def __init__(self, num_blocks: int, block_size: int, committed: DigestSum, machine: DigestSum) -> None:
+    __slots__ = ("all", "committed", "machine")
+
+    def __init__(self) -> None:
+        self.all: Array = np.zeros(4, dtype=U64)
+        self.committed = DigestSum(self.all[:2])
+        self.machine = DigestSum(self.all[2:])
+
+    def digests(self) -> tuple[bytes, bytes]:
+        """(committed, machine) as 16 bytes each, little-endian; the machine digest covers the committed cells too."""
+        committed = self.all[:2]
+        return committed.astype("<u8").tobytes(), (committed + self.all[2:]).astype("<u8").tobytes()
+
+
+class BlockPool:
+    """Blocks [0, num_blocks) with references, valid rows, index entries, last owners and generations."""
+
+    def __init__(self, group: int, num_blocks: int, block_size: int, sums: Sums) -> None:
+        self.group = group
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.ref = Column("block.ref", num_blocks, np.int32, committed)
-        self.rows = Column("block.rows", num_blocks, np.int32, committed)
-        self.entry = Column("block.entry", num_blocks, np.uint64, committed)
-        self.node = Column("block.node", num_blocks, np.int32, machine)
-        self.owner = Column("block.owner", num_blocks, np.int32, machine)
-        self.generation = Column("block.generation", num_blocks, np.int64, machine)
-        self.free = IdStack("block.free", num_blocks, 0, machine)
+        self.sums = sums
+        records = Records(f"block{group}", num_blocks, loops.BLOCK_FIELDS)
+        self.records = records
+        self.ref = records.column(loops.REF, "ref", sums.committed)
+        self.rows = records.column(loops.ROWS, "rows", sums.committed)
+        self.entry = records.column(loops.ENTRY, "entry", sums.committed, unsigned=True)
+        self.node = records.column(loops.NODE, "node", sums.machine)
+        self.owner = records.column(loops.OWNER, "owner", sums.machine)
+        self.generation = records.column(loops.GENERATION, "generation", sums.machine)
+        self.pins = records.column(loops.PINS, "pins", sums.machine)
+        self.free = IdStack(f"block{group}.free", num_blocks, 0, sums.machine)
+        self.tally: Array = np.array([0, 0, 0, num_blocks], dtype=np.int64)
+        self.spaces: Array = np.array([records.space, self.free.column.space, 0, 0], dtype=U64)
+        self.copied: Array = np.zeros(num_blocks, dtype=np.int32)
 
-    def columns(self) -> dict[bool, list[Column]]:
+    def columns(self) -> dict[bool, list[Digested]]:
         """Columns by digest: True for the committed one, False for those of the machine digest alone."""
-        machine = [self.node, self.owner, self.generation, self.free.column]
+        machine = [self.node, self.owner, self.generation, self.pins, self.free.column]
         return {True: [self.ref, self.rows, self.entry], False: machine}
 
-    def allocate(self, scopes: Array) -> tuple[Array, Array]:
-        """Gives one free block to each scope id of `scopes` [n]; (blocks [n], blocks to scrub).
+    def attach(self, table: Cells, requests: Records) -> None:
+        """The table and the request records whose cells loops write together with this pool's."""
+        self.spaces[2:] = table.space, requests.space
+
+    def allocate(self, count: int, scope: int) -> tuple[Array, Array]:
+        """Gives `count` free blocks to a scope; ((block, generation) int64 [count, 2], blocks to scrub).
 
         A block that holds another scope's bytes is to be zeroed before its new owner writes.
         """
-        blocks = self.free.take(len(scopes))
-        held = self.owner.array[blocks]
-        scrub = blocks[(held != 0) & (held != scopes)]
-        self.ref.write(blocks, 1)
-        self.owner.write(blocks, scopes)
-        return blocks, scrub
+        fresh, scrub = np.empty((count, 2), dtype=np.int64), np.empty(count, dtype=np.int64)
+        cells = self.free.column.array
+        scrubbed = loops.take_blocks(
+            self.records.cells,
+            cells,
+            self.free.count,
+            scope,
+            fresh,
+            scrub,
+            self.spaces,
+            self.sums.all,
+            self.tally,
+        )
+        self.free.count -= count
+        return fresh, scrub[:scrubbed]
 
     def lease(self, blocks: Array) -> None:
-        """One more reference on distinct blocks."""
-        self.ref.add(blocks, 1)
+        """One more reference on each block."""
+        loops.lease_blocks(self.records.cells, blocks, self.spaces, self.sums.all, self.tally)
 
     def drop(self, blocks: Array, revoked: Array) -> tuple[int, int, Array]:
-        """One reference less on distinct blocks; (freed, evictable, blocks to scrub)."""
-        self.ref.add(blocks, -1)
-        idle = blocks[self.ref.array[blocks] == 0]
-        indexed = self.node.array[idle] != 0
-        freed = idle[~indexed]
-        return len(freed), int(indexed.sum()), self.give_back(freed, revoked)
+        """One reference less on each block; (freed, evictable, blocks to scrub)."""
+        freed = np.empty(len(blocks), dtype=np.int64)
+        num_freed, evictable = loops.drop_blocks(
+            self.records.cells, blocks, freed, self.spaces, self.sums.all, self.tally
+        )
+        freed = freed[:num_freed]
+        self.free.push(freed)
+        return num_freed, evictable, self.scrub_revoked(freed, revoked)
 
     def give_back(self, blocks: Array, revoked: Array) -> Array:
         """Makes unreferenced, unindexed blocks free; returns those whose scope is revoked: they are zeroed
@@ -74,37 +115,33 @@ class BlockPool:
 
         `revoked` [scopes] tells for each scope id whether it is below its namespace's floor.
         """
-        if len(blocks) == 0:
-            return blocks
-        self.generation.add(blocks, 1)
-        self.rows.write(blocks, 0)
-        self.free.push(blocks[::-1])
+        loops.free_unlisted(self.records.cells, blocks, self.spaces, self.sums.all)
+        self.free.push(blocks)
         return self.scrub_revoked(blocks, revoked)
 
     def scrub_revoked(self, blocks: Array, revoked: Array) -> Array:
         """Those of `blocks` whose owner is revoked; they have no owner afterwards."""
-        scrub = blocks[revoked[self.owner.array[blocks]]]
-        self.owner.write(scrub, 0)
-        return scrub
+        found = np.empty(len(blocks), dtype=np.int64)
+        count = loops.disown_revoked(self.records.cells, blocks, revoked, found, self.spaces, self.sums.all)
+        return found[:count]
 
     def index(self, blocks: Array, node: int, entries: Array) -> None:
         """Enters sealed blocks under a tree node with their prefix fingerprints (uint64 [n])."""
-        self.node.write(blocks, node)
-        self.entry.write(blocks, entries)
+        words = entries.view(np.int64)
+        loops.index_blocks(self.records.cells, blocks, node, words, self.spaces, self.sums.all, self.tally)
+
+    def move(self, blocks: Array, node: int) -> None:
+        """Puts indexed blocks under another node; their entries stay."""
+        self.index(blocks, node, self.records.cells[blocks, loops.ENTRY])
 
     def unindex(self, blocks: Array) -> None:
         """Takes blocks out of the index; the caller gives back those without a reference."""
-        self.node.write(blocks, 0)
-        self.entry.write(blocks, 0)
+        self.index(blocks, 0, np.zeros(len(blocks), dtype=np.int64))
+
+    def set_rows(self, block: int, rows: int) -> None:
+        """Valid rows of one block."""
+        loops.set_rows(self.records.cells, block, rows, self.spaces, self.sums.all, self.tally)
 
     def gauge(self) -> PoolGauge:
-        used = self.ref.array > 0
-        live = int(np.count_nonzero(used & (self.rows.array > 0)))
-        evictable = int(np.count_nonzero(~used & (self.node.array != 0)))
-        return PoolGauge(
-            free=self.free.count,
-            evictable=evictable,
-            live=live,
-            reserved=int(np.count_nonzero(used)) - live,
-            total=self.num_blocks,
-        )
+        evictable, live, reserved, free = self.tally.tolist()
+        return PoolGauge(free, evictable, live, reserved, self.num_blocks)

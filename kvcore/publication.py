@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from .commands import Publish
+from .digest import Array
 from .receipts import PublishedPath
 from .state import LedgerState, node_handles
+from .tree import TreeMatch
 
 
 def plan_publish(state: LedgerState, command: Publish) -> list[int]:
@@ -31,30 +33,15 @@ def commit_publish(state: LedgerState, slots: list[int]) -> dict[str, Any]:
 
 
 def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
-    requests, tree, page = state.requests, state.tree, state.block_size
+    requests, tree, page = state.requests, state.tree, state.alignment
     scope_id = int(requests.scope.array[slot])
     terminal = int(requests.terminal.array[slot])
     full = int(requests.valid_rows.array[slot]) // page
     tokens = requests.tokens[slot, : full * page]
-    table = requests.table(slot)
     found = tree.match(scope_id, tokens, terminal)
-    other = tree.path_blocks(found.nodes)[: found.pages - tree.end_page(terminal)]
-    duplicates = int(np.count_nonzero(other != table[tree.end_page(terminal) : found.pages]))
+    duplicates = len(_foreign(state, slot, found.nodes, tree.end_page(terminal), found.pages, 0))
     if found.pages < full:
-        nodes = list(found.nodes)
-        if nodes and found.last_pages < int(tree.pages.array[nodes[-1]]):
-            nodes[-1] = tree.split(nodes[-1], found.last_pages)
-        for node in nodes:
-            state.pool.lease(tree.blocks[node])
-        parent = nodes[-1] if nodes else terminal
-        scope_print = int(state.scopes.scope_print.array[scope_id])
-        entries = tree.prefix_entries(scope_print, tokens, found.pages)
-        suffix, blocks = tokens[found.pages * page :], table[found.pages : full]
-        if _own_leaf(state, slot, parent):
-            tree.extend(parent, suffix, blocks, entries)
-            terminal = parent
-        else:
-            terminal = tree.insert(scope_id, parent, suffix, blocks, entries)
+        terminal = _enter(state, slot, found, full)
         requests.terminal.put(slot, terminal)
     return PublishedPath(
         request=requests.handle(slot),
@@ -64,6 +51,41 @@ def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
         duplicate_blocks=duplicates,
         path=node_handles(tree, tree.path(terminal)),
     )
+
+
+def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int) -> int:
+    """Enters pages [found.pages, full) of a request below what the tree has; the node they lie on."""
+    requests, tree, page = state.requests, state.tree, state.alignment
+    scope_id = int(requests.scope.array[slot])
+    terminal = int(requests.terminal.array[slot])
+    nodes, first = list(found.nodes), tree.end_page(terminal)
+    if nodes and found.last_pages < int(tree.pages.array[nodes[-1]]):
+        nodes[-1] = tree.split(nodes[-1], found.last_pages)
+    for group, pool in enumerate(state.pools):
+        pool.lease(_foreign(state, slot, nodes, first, found.pages, group))
+    parent = nodes[-1] if nodes else terminal
+    before = int(tree.end_sum[parent])
+    suffix = requests.tokens[slot, found.pages * page : full * page]
+    blocks = tuple(
+        [
+            requests.all_tables[group][slot, found.pages * per_page : full * per_page].astype(np.int64)
+            for group, per_page in enumerate(tree.per_page)
+        ]
+    )
+    if _own_leaf(state, slot, parent):
+        tree.extend(parent, suffix, blocks)
+        node = parent
+    else:
+        node = tree.insert(scope_id, parent, suffix, blocks)
+    tree.index(node, suffix, blocks, int(state.scopes.scope_print.array[scope_id]), before)
+    return node
+
+
+def _foreign(state: LedgerState, slot: int, nodes: list[int], first: int, end: int, group: int) -> Array:
+    """Blocks of pages [first, end) on the tree's path that are not the request's own."""
+    per_page = state.tree.per_page[group]
+    path = state.tree.path_blocks(nodes, group)[: (end - first) * per_page]
+    return path[path != state.requests.all_tables[group][slot, first * per_page : end * per_page]]
 
 
 def _own_leaf(state: LedgerState, slot: int, node: int) -> bool:

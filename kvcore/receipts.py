@@ -1,7 +1,8 @@
 """Receipts: what one applied command did, counted in rows and blocks.
 
 Invariant: a receipt is frozen, holds no policy and no bytes of K/V, and is equal on every rank.
-`scrub` lists blocks whose stale bytes every rank zeroes before it writes anything that follows in the log.
+`scrub` lists blocks of cache group 0 whose stale bytes every rank zeroes before it writes anything that follows
+in the log, `scrub_others` those of groups 1, 2, ...; both are empty where there is nothing to zero.
 Source: LEDGER; contracts K049, K092 to K095, K126, K187.
 """
 
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
-from .commands import BlockHandle, NodeHandle, RequestHandle, Scope
+from .commands import NodeHandle, RequestHandle, Scope
+from .handles import BlockHandles
+
+OtherScrub = tuple[tuple[int, ...], ...]
 
 
 class PrefixMatch(msgspec.Struct, frozen=True, array_like=True):
@@ -51,37 +55,71 @@ class AdmitReceipt(Receipt, frozen=True, kw_only=True, tag="admit"):
 
     request: RequestHandle
     match: PrefixMatch
-    new_blocks: tuple[BlockHandle, ...]
-    shared_blocks: tuple[BlockHandle, ...]
+    new_blocks: BlockHandles
+    shared_blocks: BlockHandles
     path: tuple[NodeHandle, ...]
     scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
     evicted: EvictionFacts
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Rows [0, rows) of `target` are to become those of `source`, before the step writes (copy-on-write)."""
+
+    group: int
+    source: int
+    target: int
+    rows: int
 
 
 class DispatchReceipt(Receipt, frozen=True, kw_only=True, tag="dispatch"):
+    """`copies` follow `scrub` and come before the step's writes; their sources stay until its Complete."""
+
     step: int
-    new_blocks: tuple[BlockHandle, ...]
+    new_blocks: BlockHandles
     scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
     evicted: EvictionFacts
+    copies: tuple[BlockCopy, ...] = ()
 
 
 class ReleaseFacts(msgspec.Struct, frozen=True, array_like=True):
-    """One carried-out release."""
+    """One carried-out release of a request of `scope`."""
 
     request: RequestHandle
+    scope: Scope
     reason: str
     freed_blocks: int
     evictable_blocks: int
     scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
+
+
+class TruncateFacts(msgspec.Struct, frozen=True, array_like=True):
+    """One carried-out truncation of a request of `scope`."""
+
+    request: RequestHandle
+    scope: Scope
+    num_tokens: int
+    valid_rows: int
+    freed_blocks: int
+    evictable_blocks: int
+    scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
 
 
 class CompleteReceipt(Receipt, frozen=True, kw_only=True, tag="complete"):
-    """`sealed` counts, per row of the step, the blocks that became full; `scrub` joins those of `released`."""
+    """`sealed` counts, per row of the step, the index pages that became full (blocks, with one cache group).
+
+    `scrub` joins those of `truncated` and `released` and of copied blocks that nobody holds any more.
+    """
 
     step: int
     sealed: tuple[int, ...]
     released: tuple[ReleaseFacts, ...]
     scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
+    truncated: tuple[TruncateFacts, ...] = ()
 
 
 class PublishedPath(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +146,34 @@ class ReleaseReceipt(Receipt, frozen=True, kw_only=True, tag="release"):
     freed_blocks: int
     evictable_blocks: int
     scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
+
+
+class ForkReceipt(Receipt, frozen=True, kw_only=True, tag="fork"):
+    """`children` share `shared_blocks` blocks of each cache group's valid rows, summed over the groups."""
+
+    parent: RequestHandle
+    children: tuple[RequestHandle, ...]
+    shared_blocks: int
+
+
+class TruncateReceipt(Receipt, frozen=True, kw_only=True, tag="truncate"):
+    """`deferred`: a step is in flight, the truncation takes effect (and is counted) in its CompleteReceipt."""
+
+    request: RequestHandle
+    num_tokens: int
+    deferred: bool
+    freed_blocks: int
+    evictable_blocks: int
+    scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
+
+
+class ResetReceipt(Receipt, frozen=True, kw_only=True, tag="reset"):
+    """Dropped blocks keep their bytes until another scope gets them, so nothing is scrubbed."""
+
+    scope: Scope
+    freed_blocks: int
 
 
 class EvictReceipt(Receipt, frozen=True, kw_only=True, tag="evict"):
@@ -127,6 +193,7 @@ class AdvanceReceipt(Receipt, frozen=True, kw_only=True, tag="advance"):
     freed_blocks: int
     draining_blocks: int
     scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
 
 
 class AbortReceipt(Receipt, frozen=True, kw_only=True, tag="abort"):
@@ -135,6 +202,7 @@ class AbortReceipt(Receipt, frozen=True, kw_only=True, tag="abort"):
     freed_blocks: int
     evictable_blocks: int
     scrub: tuple[int, ...]
+    scrub_others: OtherScrub = ()
 
 
 AnyReceipt = (
@@ -144,7 +212,10 @@ AnyReceipt = (
     | CompleteReceipt
     | PublicationReceipt
     | ReleaseReceipt
+    | ForkReceipt
+    | TruncateReceipt
     | EvictReceipt
+    | ResetReceipt
     | AdvanceReceipt
     | AbortReceipt
 )

@@ -13,7 +13,7 @@ from .commands import Release
 from .errors import DoubleRelease, ReleaseReasonMissing, StaleRequestGeneration
 from .receipts import ReleaseFacts
 from .requests import RELEASE_REASONS
-from .state import LedgerState, block_ids
+from .state import LedgerState, scrub_ids
 
 
 def plan_release(state: LedgerState, command: Release) -> tuple[int, str]:
@@ -38,7 +38,7 @@ def commit_release(state: LedgerState, plan: tuple[int, str]) -> dict[str, Any]:
     deferred = bool(requests.flight_step.array[slot])
     if deferred:
         requests.ending.put(slot, RELEASE_REASONS.index(reason) + 1)
-        facts = ReleaseFacts(requests.handle(slot), reason, 0, 0, ())
+        facts = ReleaseFacts(requests.handle(slot), state.scopes.scope(_scope(state, slot)), reason, 0, 0, ())
     else:
         facts = release_now(state, slot, reason)
     return {
@@ -48,12 +48,17 @@ def commit_release(state: LedgerState, plan: tuple[int, str]) -> dict[str, Any]:
         "freed_blocks": facts.freed_blocks,
         "evictable_blocks": facts.evictable_blocks,
         "scrub": facts.scrub,
+        "scrub_others": facts.scrub_others,
     }
 
 
 def release_now(state: LedgerState, slot: int, reason: str) -> ReleaseFacts:
     """Drops the references and frees the slot."""
-    handle = state.requests.handle(slot)
+    handle, scope = state.requests.handle(slot), state.scopes.scope(_scope(state, slot))
     freed, evictable, scrub = state.drop_references(slot)
     state.requests.clear(slot)
-    return ReleaseFacts(handle, reason, freed, evictable, block_ids(scrub))
+    return ReleaseFacts(handle, scope, reason, freed, evictable, *scrub_ids(scrub))
+
+
+def _scope(state: LedgerState, slot: int) -> int:
+    return int(state.requests.scope.array[slot])

@@ -1,4 +1,4 @@
-"""Request slots: tokens, block tables, valid rows and pins, as arrays [max_requests, ...].
+"""Request slots: tokens, block tables of each cache group, valid rows and pins, one record a slot.
 
 Invariant: slot generations rise when a slot is given out (and when an admission is aborted); rows [0,
 valid_rows) have K/V, tokens [valid_rows, num_tokens) are known but not computed; at most one step of a
@@ -11,15 +11,32 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from .commands import RequestHandle, Scope
-from .digest import Array, Column, DigestSum, IdStack
+from . import loops
+from .columns import Cells, Column, Digested, IdStack, Records
+from .commands import GroupSpec, RequestHandle, Scope
+from .digest import Array, as_signed
 from .errors import StaleRequestGeneration
+from .pool import Sums
 
 RELEASE_REASONS = ("finish", "cancel", "preempt", "revoke", "error")
+_CLEARED = (
+    loops.ACTIVE,
+    loops.SCOPE,
+    loops.NUM_TOKENS,
+    loops.TOKEN_PRINT,
+    loops.VALID,
+    loops.TERMINAL,
+    loops.SHARED,
+    loops.TRANSACTION,
+    loops.DISPATCHED,
+    loops.ENDING,
+    loops.CUT,
+    loops.BRANCH,
+)
 
 
 class RequestView(msgspec.Struct, frozen=True):
-    """One request as a value. `reserved_rows` is what its table has room for."""
+    """One request as a value. `reserved_rows` is what its tables have room for."""
 
     handle: RequestHandle
     scope: Scope
@@ -31,84 +48,110 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class RequestTable:
-    """Slots [0, max_requests)."""
+    """Slots [0, max_requests). `tables`, `num_blocks` and `table_cells` are those of cache group 0."""
 
     def __init__(
-        self, max_requests: int, max_model_len: int, block_size: int, committed: DigestSum, machine: DigestSum
+        self, max_requests: int, max_model_len: int, groups: tuple[GroupSpec, ...], sums: Sums
     ) -> None:
         self.max_requests = max_requests
         self.max_model_len = max_model_len
-        self.max_blocks = -(-max_model_len // block_size)
-        self.active = Column("request.active", max_requests, np.int8, committed)
-        self.scope = Column("request.scope", max_requests, np.int32, committed)
-        self.num_tokens = Column("request.num_tokens", max_requests, np.int32, committed)
-        self.token_print = Column("request.token_print", max_requests, np.uint64, committed)
-        self.valid_rows = Column("request.valid_rows", max_requests, np.int32, committed)
-        self.num_blocks = Column("request.num_blocks", max_requests, np.int32, committed)
-        self.table_cells = Column("request.table", max_requests * self.max_blocks, np.int32, committed)
-        self.generation = Column("request.generation", max_requests, np.int64, machine)
-        self.terminal = Column("request.terminal", max_requests, np.int32, machine)
-        self.shared = Column("request.shared", max_requests, np.int32, machine)
-        self.transaction = Column("request.transaction", max_requests, np.int64, machine)
-        self.dispatched = Column("request.dispatched", max_requests, np.int8, machine)
-        self.flight_step = Column("request.flight_step", max_requests, np.int64, machine)
-        self.flight_row = Column("request.flight_row", max_requests, np.int32, machine)
-        self.flight_count = Column("request.flight_count", max_requests, np.int32, machine)
-        self.ending = Column("request.ending", max_requests, np.int8, machine)
+        self._sums = sums
+        fields = loops.GROUP_FIELDS + 2 * len(groups)
+        records = Records("request", max_requests, fields)
+        self.records = records
+        committed, machine = sums.committed, sums.machine
+        self.active = records.column(loops.ACTIVE, "active", committed)
+        self.scope = records.column(loops.SCOPE, "scope", committed)
+        self.num_tokens = records.column(loops.NUM_TOKENS, "num_tokens", committed)
+        self.token_print = records.column(loops.TOKEN_PRINT, "token_print", committed, unsigned=True)
+        self.valid_rows = records.column(loops.VALID, "valid_rows", committed)
+        self.generation = records.column(loops.SLOT_GENERATION, "generation", machine)
+        self.terminal = records.column(loops.TERMINAL, "terminal", machine)
+        self.shared = records.column(loops.SHARED, "shared", machine)
+        self.transaction = records.column(loops.TRANSACTION, "transaction", machine)
+        self.dispatched = records.column(loops.DISPATCHED, "dispatched", machine)
+        self.flight_step = records.column(loops.FLIGHT_STEP, "flight_step", machine)
+        self.flight_row = records.column(loops.FLIGHT_ROW, "flight_row", machine)
+        self.flight_count = records.column(loops.FLIGHT_COUNT, "flight_count", machine)
+        self.ending = records.column(loops.ENDING, "ending", machine)
+        self.cut = records.column(loops.CUT, "cut", machine)
+        self.branch = records.column(loops.BRANCH, "branch", machine)
+        at = loops.GROUP_FIELDS
+        self.blocks = [records.column(at + 2 * g, f"num_blocks{g}", committed) for g in range(len(groups))]
+        self.sources = [records.column(at + 2 * g + 1, f"source{g}", machine) for g in range(len(groups))]
+        self.num_blocks = self.blocks[0]
         self.free = IdStack("request.free", max_requests, 0, machine)
+        self.widths = [-(-max_model_len // group.block_size) for group in groups]
+        self.cells = [
+            Cells(f"request.table{g}", max_requests * width, committed) for g, width in enumerate(self.widths)
+        ]
+        self.all_tables: list[Array] = [
+            cells.array.reshape(max_requests, width)
+            for cells, width in zip(self.cells, self.widths, strict=True)
+        ]
+        self.tables = self.all_tables[0]
         # One column more than the context: the last sampled token never gets K/V.
         self.tokens: Array = np.zeros((max_requests, max_model_len + 1), dtype=np.int32)
-        self.tables: Array = self.table_cells.array.reshape(max_requests, self.max_blocks)
+        self.marks: Array = np.zeros(max_requests, dtype=np.int64)
+        self._lanes = self._lanes_of_fields(fields)
+        self._cleared: Array = np.array([*_CLEARED, *range(at, at + 2 * len(groups), 2)], dtype=np.int64)
+        self._zeros: Array = np.zeros(len(self._cleared), dtype=np.int64)
 
-    def columns(self) -> dict[bool, list[Column]]:
-        committed = [
-            self.active,
-            self.scope,
-            self.num_tokens,
-            self.token_print,
-            self.valid_rows,
-            self.num_blocks,
-        ]
-        machine = [self.generation, self.terminal, self.shared, self.transaction, self.flight_step]
-        machine += [self.flight_row, self.flight_count, self.ending, self.dispatched, self.free.column]
-        return {True: [*committed, self.table_cells], False: machine}
+    def columns(self) -> dict[bool, list[Digested]]:
+        committed: list[Digested] = [*self.cells]
+        machine: list[Digested] = [self.free.column]
+        for column in self.records.columns:
+            (committed if self._is_committed(column) else machine).append(column)
+        return {True: committed, False: machine}
 
     def slot_of(self, handle: RequestHandle) -> int:
         """The slot of a running request. Raises: StaleRequestGeneration, nothing changed."""
         slot = handle.slot
-        known = 0 <= slot < self.max_requests and bool(self.active.array[slot])
-        if not known or int(self.generation.array[slot]) != handle.generation:
-            raise StaleRequestGeneration(slot, handle.generation)
-        return slot
+        if 0 <= slot < self.max_requests:
+            record = self.records.cells[slot]
+            if record[loops.ACTIVE] and int(record[loops.SLOT_GENERATION]) == handle.generation:
+                return slot
+        raise StaleRequestGeneration(slot, handle.generation)
 
     def handle(self, slot: int) -> RequestHandle:
         return RequestHandle(slot, int(self.generation.array[slot]))
 
-    def table(self, slot: int) -> Array:
-        """The request's blocks in logical order, int64 copy."""
-        return self.tables[slot, : int(self.num_blocks.array[slot])].astype(np.int64)
+    def table(self, slot: int, group: int = 0) -> Array:
+        """The request's blocks of one group in logical order, int64 copy."""
+        return self.all_tables[group][slot, : int(self.blocks[group].array[slot])].astype(np.int64)
 
-    def write_table(self, slots: Array, pages: Array, blocks: Array) -> None:
-        """Table cells of distinct (slot, page) pairs."""
-        self.table_cells.write(slots.astype(np.int64) * self.max_blocks + pages, blocks)
+    def put(self, slot: int, fields: dict[int, int]) -> None:
+        """Writes several fields (numbers of `loops`) of one slot."""
+        self.put_fields(
+            slot, np.array([*fields], dtype=np.int64), np.array([*fields.values()], dtype=np.int64)
+        )
+
+    def put_fields(self, slot: int, fields: Array, values: Array) -> None:
+        """Writes fields int64 [n] of one slot."""
+        loops.put_record(
+            self.records.cells, slot, fields, values, self._lanes, self.records.space, self._sums.all
+        )
+
+    def set_tokens(self, slot: int, count: int, token_print: int) -> None:
+        """Cuts or extends the known tokens; the print is theirs."""
+        self.put(slot, {loops.NUM_TOKENS: count, loops.TOKEN_PRINT: as_signed(token_print)})
 
     def clear(self, slot: int) -> None:
         """Empties the slot and gives it back; its generation stays for the fence."""
-        blocks = int(self.num_blocks.array[slot])
-        self.table_cells.write(np.arange(slot * self.max_blocks, slot * self.max_blocks + blocks), 0)
+        for group, width in enumerate(self.widths):
+            held = int(self.blocks[group].array[slot])
+            self.cells[group].clear(slot * width, slot * width + held)
         self.tokens[slot, : int(self.num_tokens.array[slot])] = 0
-        for column in (
-            self.active,
-            self.scope,
-            self.num_tokens,
-            self.token_print,
-            self.valid_rows,
-            self.num_blocks,
-            self.terminal,
-            self.shared,
-            self.transaction,
-            self.ending,
-            self.dispatched,
-        ):
-            column.put(slot, 0)
+        self.put_fields(slot, self._cleared, self._zeros)
         self.free.push_one(slot)
+
+    def _is_committed(self, column: Column) -> bool:
+        committed = [self.active, self.scope, self.num_tokens, self.token_print, self.valid_rows]
+        return column in committed or column in self.blocks
+
+    def _lanes_of_fields(self, fields: int) -> Array:
+        """First lane of each field's digest, int64 [fields]."""
+        lanes = np.full(fields, 2, dtype=np.int64)
+        lanes[[loops.ACTIVE, loops.SCOPE, loops.NUM_TOKENS, loops.TOKEN_PRINT, loops.VALID]] = 0
+        lanes[loops.GROUP_FIELDS :: 2] = 0
+        return lanes

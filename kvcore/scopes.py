@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from .columns import Digested, Records
 from .commands import Scope
-from .digest import Array, Column, DigestSum, bytes_fingerprint
+from .digest import Array, bytes_fingerprint
 from .errors import StaleNamespaceGeneration
+from .pool import Sums
 
 _FIRST_CAPACITY = 64
 
@@ -20,17 +22,19 @@ _FIRST_CAPACITY = 64
 class ScopeTable:
     """Interned namespaces and scopes."""
 
-    def __init__(self, committed: DigestSum, machine: DigestSum) -> None:
+    def __init__(self, sums: Sums) -> None:
         self._namespaces: dict[str, int] = {}
         self._ids: dict[Scope, int] = {}
         self._scopes: list[Scope] = []
         self._scope_namespace: list[int] = [0]
-        self.floor = Column("namespace.floor", _FIRST_CAPACITY, np.int64, committed)
-        self.namespace_print = Column("namespace.print", _FIRST_CAPACITY, np.uint64, machine)
-        self.scope_print = Column("scope.print", _FIRST_CAPACITY, np.uint64, machine)
+        self._namespace_records = Records("namespace", _FIRST_CAPACITY, 2)
+        self._scope_records = Records("scope", _FIRST_CAPACITY, 1)
+        self.floor = self._namespace_records.column(0, "floor", sums.committed)
+        self.namespace_print = self._namespace_records.column(1, "print", sums.machine, unsigned=True)
+        self.scope_print = self._scope_records.column(0, "print", sums.machine, unsigned=True)
         self.revoked: Array = np.zeros(_FIRST_CAPACITY, dtype=np.bool_)
 
-    def columns(self) -> dict[bool, list[Column]]:
+    def columns(self) -> dict[bool, list[Digested]]:
         return {True: [self.floor], False: [self.namespace_print, self.scope_print]}
 
     def floor_of(self, namespace: str) -> int:
@@ -58,7 +62,7 @@ class ScopeTable:
             return known
         id_ = len(self._scopes) + 1
         if id_ >= len(self.revoked):
-            self.scope_print.grow(2 * id_)
+            self._scope_records.grow(2 * id_)
             self.revoked = np.concatenate(
                 [self.revoked, np.zeros(2 * id_ - len(self.revoked), dtype=np.bool_)]
             )
@@ -75,8 +79,7 @@ class ScopeTable:
             return known
         id_ = len(self._namespaces) + 1
         if id_ >= len(self.floor.array):
-            self.floor.grow(2 * id_)
-            self.namespace_print.grow(2 * id_)
+            self._namespace_records.grow(2 * id_)
         self._namespaces[namespace] = id_
         self.namespace_print.put(id_, bytes_fingerprint(namespace.encode()))
         return id_

@@ -1,16 +1,20 @@
-"""The whole state of one ledger: pool, tree, request slots, scopes and counters, with their two digests.
+"""The whole state of one ledger: pools, tree, request slots, scopes and counters, with their two digests.
 
 Invariant: everything that decides a later receipt is in a column, so that equal machine digests mean equal
-behaviour; only the log index and pure caches are outside.
+behaviour; only the log index and pure caches (`flights`, the tally of each pool) are outside.
 Source: LEDGER "apply = plan, then commit", "Determinism".
 """
 
 from __future__ import annotations
 
+from math import lcm
+
 import numpy as np
 
-from .commands import BlockHandle, Genesis, GroupSpec, NodeHandle
-from .digest import Array, Column, DigestSum, bytes_fingerprint, position_weights
+from . import loops
+from .columns import Digested, Records
+from .commands import BlockHandle, Genesis, NodeHandle
+from .digest import Array, bytes_fingerprint, position_weights
 from .errors import (
     CacheGroupMismatch,
     EmptyPrompt,
@@ -21,68 +25,88 @@ from .errors import (
     TokenOutOfRange,
     UnknownPhysicalBlock,
     UnsupportedCacheGroups,
+    UnsupportedWindowGroup,
 )
-from .pool import BlockPool
+from .handles import BlockHandles
+from .pool import BlockPool, Sums
 from .requests import RequestTable
 from .scopes import ScopeTable
 from .tree import PrefixTree
 
-_SUPPORTED_GROUPS = 1
 _LARGEST = (1 << 31) - 1
 LARGEST_COUNTER = (1 << 62) - 1
+_NO_BLOCKS: Array = np.zeros(0, dtype=np.int64)
 
 
 class LedgerState:
-    """State made by one Genesis. Counters: cell 0 the last step + 1, cell 1 the last transaction + 1."""
+    """State made by one Genesis. Counters: field 0 the last step + 1, field 1 the last transaction + 1.
+
+    `pool` and `block_size` are those of cache group 0; `alignment` is the tokens of one index page.
+    """
 
     def __init__(self, genesis: Genesis) -> None:
-        group = genesis.groups[0]
+        groups = genesis.groups
         self.genesis = genesis
-        self.block_size = group.block_size
-        self.committed = DigestSum()
-        self.machine = DigestSum()
+        self.block_size = groups[0].block_size
+        self.alignment = lcm(*[group.block_size for group in groups])
+        self.sums = Sums()
         self.weights = position_weights(genesis.max_model_len + 1)
-        self.pool = BlockPool(group.num_blocks, group.block_size, self.committed, self.machine)
-        self.tree = PrefixTree(self.pool, self.weights, self.machine)
-        self.scopes = ScopeTable(self.committed, self.machine)
-        self.requests = RequestTable(
-            genesis.max_requests, genesis.max_model_len, group.block_size, self.committed, self.machine
+        self.pools = tuple(
+            [BlockPool(g, group.num_blocks, group.block_size, self.sums) for g, group in enumerate(groups)]
         )
-        self.counters = Column("ledger.counters", 2, np.int64, self.machine)
-        self.world = Column("ledger.world", 1, np.uint64, self.committed)
+        self.pool = self.pools[0]
+        self.tree = PrefixTree(self.pools, self.alignment, self.weights, self.sums)
+        self.scopes = ScopeTable(self.sums)
+        self.requests = RequestTable(genesis.max_requests, genesis.max_model_len, groups, self.sums)
+        for pool, cells in zip(self.pools, self.requests.cells, strict=True):
+            pool.attach(cells, self.requests.records)
+        counters = Records("ledger", 1, 3)
+        self.step_counter = counters.column(0, "step", self.sums.machine)
+        self.transaction_counter = counters.column(1, "transaction", self.sums.machine)
+        self.world = counters.column(2, "world", self.sums.committed, unsigned=True)
         self.world.put(0, bytes_fingerprint(genesis.world + genesis.incarnation.encode()))
+        self.flights: dict[int, Array] = {}
+        self.serial = 0
 
-    def columns(self) -> dict[bool, list[Column]]:
+    def columns(self) -> dict[bool, list[Digested]]:
         """All columns: True those of the committed digest, False those of the machine digest alone."""
-        found: dict[bool, list[Column]] = {True: [self.world], False: [self.counters]}
-        for part in (self.pool, self.tree, self.scopes, self.requests):
+        counters: list[Digested] = [self.step_counter, self.transaction_counter]
+        found: dict[bool, list[Digested]] = {True: [self.world], False: counters}
+        for part in (*self.pools, self.tree, self.scopes, self.requests):
             for committed, columns in part.columns().items():
                 found[committed].extend(columns)
         return found
 
     @property
     def last_step(self) -> int:
-        return int(self.counters.array[0]) - 1
+        return int(self.step_counter.array[0]) - 1
 
     @property
     def last_transaction(self) -> int:
-        return int(self.counters.array[1]) - 1
+        return int(self.transaction_counter.array[0]) - 1
 
-    def block_handles(self, blocks: Array) -> tuple[BlockHandle, ...]:
-        """Handles of blocks under their present generations."""
-        pool, ids = self.genesis.incarnation, blocks.tolist()
-        generations = self.pool.generation.array[blocks].tolist()
-        return tuple([BlockHandle(pool, 0, b, g) for b, g in zip(ids, generations, strict=True)])
+    def handles(self, parts: tuple[Array, ...]) -> BlockHandles:
+        """Handles of (block, generation) pairs, one array [n, 2] a group."""
+        return BlockHandles(self.genesis.incarnation, parts)
+
+    def present_handles(self, blocks: tuple[Array, ...]) -> BlockHandles:
+        """Handles of blocks (one array a group) under their present generations."""
+        parts = [
+            np.stack([part, pool.generation.array[part]], axis=1)
+            for pool, part in zip(self.pools, blocks, strict=True)
+        ]
+        return self.handles(tuple(parts))
 
     def resolve_block(self, handle: BlockHandle) -> int:
         """The block id of a handle that is still good. Raises a refusal for a stale or foreign one."""
         if handle.pool != self.genesis.incarnation:
             raise StalePoolGeneration(handle.pool, self.genesis.incarnation)
-        if handle.group != 0:
+        if not 0 <= handle.group < len(self.pools):
             raise CacheGroupMismatch(handle.group)
-        if not 0 <= handle.block < self.pool.num_blocks:
-            raise UnknownPhysicalBlock(handle.block, self.pool.num_blocks)
-        current = int(self.pool.generation.array[handle.block])
+        pool = self.pools[handle.group]
+        if not 0 <= handle.block < pool.num_blocks:
+            raise UnknownPhysicalBlock(handle.block, pool.num_blocks)
+        current = int(pool.generation.array[handle.block])
         if handle.generation != current:
             raise StaleBlockGeneration(handle.block, handle.generation, current)
         return handle.block
@@ -94,30 +118,35 @@ class LedgerState:
         tokens = np.frombuffer(content, dtype="<i4").astype(np.int32, copy=False)
         if len(tokens) == 0:
             raise EmptyPrompt(transaction)
-        limit = min(self.genesis.max_model_len, self.pool.num_blocks * self.block_size)
+        limit = min(self.genesis.max_model_len, *[pool.num_blocks * pool.block_size for pool in self.pools])
         if len(tokens) > limit:
             raise FullSequenceDoesNotFit(len(tokens), limit)
-        if int(tokens.min()) < 0:
-            position = int((tokens < 0).argmax())
+        position = loops.first_negative(tokens)
+        if position < len(tokens):
             raise TokenOutOfRange(position, int(tokens[position]))
         return tokens
 
-    def private_leases(self, slot: int) -> Array:
+    def private_leases(self, slot: int, group: int) -> Array:
         """Tree blocks the request leases besides its table: a path it published under, computed by another."""
-        nodes = self.tree.path(int(self.requests.terminal.array[slot]))
-        path = self.tree.path_blocks(nodes)
-        return path[path != self.requests.tables[slot, : len(path)]]
+        terminal = int(self.requests.terminal.array[slot])
+        if not terminal:
+            return _NO_BLOCKS
+        path = self.tree.path_blocks(self.tree.path(terminal), group)
+        return path[path != self.requests.all_tables[group][slot, : len(path)]]
 
-    def drop_references(self, slot: int) -> tuple[int, int, Array]:
-        """Drops every reference of one request; (freed, evictable, blocks to scrub)."""
+    def drop_references(self, slot: int) -> tuple[int, int, tuple[Array, ...]]:
+        """Drops every reference of one request; (freed, evictable, blocks to scrub by group)."""
         revoked = self.scopes.revoked
-        private = self.private_leases(slot)
-        freed, evictable, scrub = self.pool.drop(self.requests.table(slot), revoked)
-        if len(private):
-            more_freed, more_evictable, more_scrub = self.pool.drop(private, revoked)
+        freed = evictable = 0
+        scrub: list[Array] = []
+        for group, pool in enumerate(self.pools):
+            blocks, private = self.requests.table(slot, group), self.private_leases(slot, group)
+            if len(private):
+                blocks = np.concatenate([blocks, private])
+            more_freed, more_evictable, scrubbed = pool.drop(blocks, revoked)
             freed, evictable = freed + more_freed, evictable + more_evictable
-            scrub = np.concatenate([scrub, more_scrub])
-        return freed, evictable, scrub
+            scrub.append(scrubbed)
+        return freed, evictable, tuple(scrub)
 
     def fingerprint(self, tokens: Array, first: int) -> int:
         """What tokens at positions first, first + 1, ... add to a request's token print."""
@@ -126,19 +155,26 @@ class LedgerState:
 
 
 def plan_genesis(command: Genesis) -> Genesis:
-    """Checks record 0. Raises: UnsupportedCacheGroups, MalformedCommand; the ledger stays empty."""
-    if len(command.groups) != _SUPPORTED_GROUPS:
-        raise UnsupportedCacheGroups(len(command.groups), _SUPPORTED_GROUPS)
-    group: GroupSpec = command.groups[0]
-    sizes = {
-        "block_size": group.block_size,
-        "num_blocks": group.num_blocks,
-        "max_requests": command.max_requests,
-        "max_model_len": command.max_model_len,
-    }
-    for field, size in sizes.items():
-        if not 0 < size < _LARGEST:
-            raise MalformedCommand(field, str(size))
+    """Checks record 0. Raises: UnsupportedCacheGroups, UnsupportedWindowGroup, MalformedCommand; it stays empty."""
+    if not 0 < len(command.groups) <= loops.MAX_GROUPS:
+        raise UnsupportedCacheGroups(len(command.groups), loops.MAX_GROUPS)
+    sizes = {"max_requests": command.max_requests, "max_model_len": command.max_model_len}
+    names = [group.name for group in command.groups]
+    if len(set(names)) != len(names):
+        raise MalformedCommand("groups", f"names {names}")
+    for group in command.groups:
+        if group.window:
+            raise UnsupportedWindowGroup(group.name, group.window)
+        sizes |= {"block_size": group.block_size, "num_blocks": group.num_blocks}
+        for field, size in sizes.items():
+            if not 0 < size < _LARGEST:
+                raise MalformedCommand(field, str(size))
+        rows = group.block_size * group.num_blocks
+        cells = command.max_requests * -(-command.max_model_len // group.block_size)
+        if rows >= LARGEST_COUNTER or cells >= LARGEST_COUNTER:
+            raise MalformedCommand("num_blocks", f"{rows} rows, {cells} table cells")
+    if lcm(*[group.block_size for group in command.groups]) >= _LARGEST:
+        raise MalformedCommand("block_size", "the alignment of the groups is beyond 2^31")
     if not command.incarnation:
         raise MalformedCommand("incarnation", "empty")
     return command
@@ -153,6 +189,12 @@ def require_counter(field: str, value: int) -> None:
 def block_ids(blocks: Array) -> tuple[int, ...]:
     """Plain ints for a receipt."""
     return tuple(blocks.tolist())
+
+
+def scrub_ids(parts: tuple[Array, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Blocks to scrub for a receipt: those of group 0, and those of the other groups."""
+    first, *others = [block_ids(part) for part in parts]
+    return first, tuple(others)
 
 
 def node_handles(tree: PrefixTree, nodes: list[int]) -> tuple[NodeHandle, ...]:

@@ -1,20 +1,23 @@
 """Dispatch and Complete: one pass over arrays for all rows of a step.
 
 Invariant: what a dispatched step may touch stays referenced until its Complete; rows become valid only there,
-and a block is sealed when its last row is. Rows named as discarded stay unwritten territory. A release that
-came while the step was in flight takes effect at the end of its Complete.
-Source: LEDGER "In flight"; contracts K039, K042, K046, K053, K211, K227, K230.
+and a block is sealed when its last row is. A row that would be written into a shared or indexed block gets a
+copy of it first, named in the Dispatch's receipt; the source is held until the Complete. Rows named as
+discarded stay unwritten territory. A truncation or release that came while the step was in flight takes
+effect at the end of its Complete.
+Source: LEDGER "In flight"; contracts K039, K042, K046, K053, K055 to K057, K211, K227, K230.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from .commands import Complete, Dispatch
+from . import loops
+from .branching import truncate_now
+from .commands import Complete, Dispatch, NodeHandle, PackedComplete, PackedDispatch
 from .digest import Array
 from .errors import (
     AppendOutOfOrder,
@@ -28,186 +31,259 @@ from .errors import (
     StepOutOfOrder,
 )
 from .eviction import EvictionPlan, commit_evictions, plan_evictions
-from .receipts import ReleaseFacts
+from .receipts import BlockCopy, ReleaseFacts, TruncateFacts
 from .release import release_now
 from .requests import RELEASE_REASONS
-from .state import LedgerState, block_ids, require_counter
+from .state import LedgerState, require_counter
 
-_LARGEST_TOKEN = (1 << 31) - 1
+_ITEM_BYTES = 8
 
 
 class DispatchPlan(msgspec.Struct, frozen=True):
-    """Rows as arrays [rows]; `growth` counts the blocks each one adds to its table."""
+    """Rows int64 [rows, 4] (slot, generation, start, count); blocks each group needs."""
 
-    command: Dispatch
-    slots: Array
-    counts: Array
-    growth: Array
+    step: int
+    rows: Array
+    needed_blocks: tuple[int, ...]
     evictions: EvictionPlan
 
 
 class CompletePlan(msgspec.Struct, frozen=True):
-    """A step in flight as arrays [rows] in dispatch order; samples as (slots, tokens)."""
+    """A step in flight: its slots in dispatch order and each row's outcome, int64 [rows] (see `loops`)."""
 
     step: int
     slots: Array
-    starts: Array
-    ends: Array
-    kept: Array
-    sampled_slots: Array
-    sampled_tokens: Array
+    outcomes: Array
 
 
-def _integers(values: list[int]) -> Array:
-    try:
-        return np.array(values, dtype=np.int64)
-    except OverflowError:
-        raise MalformedCommand("rows", "beyond 64 bits") from None
-
-
-def _refuse_first(faults: Array, refusal: Callable[[int], LedgerRefusal]) -> None:
-    if faults.any():
-        raise refusal(int(faults.argmax()))
-
-
-def plan_dispatch(state: LedgerState, command: Dispatch) -> DispatchPlan:
+def plan_dispatch(state: LedgerState, command: Dispatch | PackedDispatch) -> DispatchPlan:
     """Raises a refusal for the first faulty row of the first failing check; nothing changes."""
-    rows, requests = command.rows, state.requests
-    if not rows:
+    rows, requests = _rows_of(command), state.requests
+    if not len(rows):
         raise MalformedCommand("rows", "empty")
     if command.step <= state.last_step:
         raise StepOutOfOrder(command.step, state.last_step)
     require_counter("step", command.step)
-    slots = _integers([row.request.slot for row in rows])
-    generations = _integers([row.request.generation for row in rows])
-    starts = _integers([row.start for row in rows])
-    counts = _integers([row.count for row in rows])
-    outside = (slots < 0) | (slots >= requests.max_requests)
-    inside = np.where(outside, 0, slots)
-    stale = (
-        outside | (requests.active.array[inside] == 0) | (requests.generation.array[inside] != generations)
+    state.serial += 1
+    fault, at = loops.check_rows(
+        rows, requests.records.cells, requests.marks, state.serial, requests.max_model_len
     )
-    _refuse_first(stale, lambda i: StaleRequestGeneration(int(slots[i]), int(generations[i])))
-    busy = requests.flight_step.array[slots] != 0
-    busy |= np.bincount(slots, minlength=requests.max_requests)[slots] > 1
-    _refuse_first(busy, lambda i: RequestInFlight(int(slots[i])))
-    senseless = (counts < 1) | (counts > requests.max_model_len + 1)
-    _refuse_first(senseless, lambda i: MalformedCommand("count", str(int(counts[i]))))
-    valid, known = requests.valid_rows.array[slots], requests.num_tokens.array[slots]
-    _refuse_first(starts != valid, lambda i: AppendOutOfOrder(int(slots[i]), int(valid[i]), int(starts[i])))
-    ends = starts + counts
-    _refuse_first(ends > known, lambda i: OutsideRequestContext(int(slots[i]), int(ends[i]), int(known[i])))
-    longest = requests.max_model_len
-    _refuse_first(ends > longest, lambda i: AppendPastCapacity(int(slots[i]), int(ends[i]), longest))
-    blocks = requests.num_blocks.array[slots].astype(np.int64)
-    growth = np.maximum(-(-ends // state.block_size) - blocks, 0)
-    evictions = plan_evictions(state, command.evict)
-    needed, free = int(growth.sum()), state.pool.free.count
-    if needed > free + evictions.num_blocks:
-        raise OutOfMemory(needed, free, evictions.num_blocks)
-    return DispatchPlan(command, slots, counts, growth, evictions)
+    if fault != loops.FITS:
+        raise _row_refusal(state, fault, *rows[at].tolist())
+    return DispatchPlan(command.step, rows, *_plan_room(state, rows, command.evict))
+
+
+def _plan_room(
+    state: LedgerState, rows: Array, evict: tuple[NodeHandle, ...]
+) -> tuple[tuple[int, ...], EvictionPlan]:
+    """Blocks each group needs, and the evictions. Raises: OutOfMemory and the refusals of evictions."""
+    requests = state.requests
+    evictions = plan_evictions(state, evict)
+    counts = []
+    for group, pool in enumerate(state.pools):
+        needed = loops.needed_blocks(
+            rows,
+            requests.records.cells,
+            pool.records.cells,
+            requests.cells[group].array,
+            requests.widths[group],
+            pool.block_size,
+            group,
+            pool.copied,
+        )
+        free, named = pool.free.count, evictions.pages * state.tree.per_page[group]
+        if needed > free + named:
+            raise OutOfMemory(needed, free, named, group)
+        counts.append(needed)
+    return tuple(counts), evictions
 
 
 def commit_dispatch(state: LedgerState, plan: DispatchPlan) -> dict[str, Any]:
-    """Evicts, grows tables, pins the requests; the receipt's fields."""
-    requests, slots, step = state.requests, plan.slots, plan.command.step
+    """Evicts, grows tables, copies shared tails, pins the requests; the receipt's fields."""
+    requests = state.requests
     evicted = commit_evictions(state, plan.evictions)
-    owners, pages = _spread(requests.num_blocks.array[slots].astype(np.int64), plan.growth)
-    fresh, scrub = state.pool.allocate(requests.scope.array[slots[owners]])
-    requests.write_table(slots[owners], pages, fresh)
-    growing = plan.growth > 0
-    grown = slots[growing]
-    requests.num_blocks.write(grown, requests.num_blocks.array[grown] + plan.growth[growing])
-    requests.flight_step.write(slots, step + 1)
-    requests.flight_row.write(slots, np.arange(1, len(slots) + 1))
-    requests.flight_count.write(slots, plan.counts)
-    requests.dispatched.write(slots, 1)
-    state.counters.put(0, step + 1)
+    fresh, scrub = [], []
+    copies: list[BlockCopy] = []
+    for group, needed in enumerate(plan.needed_blocks):
+        taken, scrubbed, copied = _grow(state, plan.rows, group, needed)
+        fresh.append(taken)
+        scrub.append(tuple(scrubbed.tolist()))
+        copies += [BlockCopy(group, *copy) for copy in copied.tolist()]
+    loops.pin_rows(plan.rows, requests.records.cells, plan.step, state.pool.spaces, state.sums.all)
+    state.flights[plan.step] = plan.rows[:, 0].copy()
+    state.step_counter.put(0, plan.step + 1)
     return {
-        "step": step,
-        "new_blocks": state.block_handles(fresh),
-        "scrub": block_ids(scrub),
+        "step": plan.step,
+        "new_blocks": state.handles(tuple(fresh)),
+        "scrub": scrub[0],
+        "scrub_others": tuple(scrub[1:]),
         "evicted": evicted,
+        "copies": tuple(copies),
     }
 
 
-def plan_complete(state: LedgerState, command: Complete) -> CompletePlan:
-    """Raises a refusal for a step that is not in flight or a sample that fits no row; nothing changes."""
-    requests = state.requests
-    slots = np.flatnonzero(requests.flight_step.array == command.step + 1)
-    if command.step < 0 or len(slots) == 0:
-        raise StepOutOfOrder(command.step, state.last_step)
-    slots = slots[np.argsort(requests.flight_row.array[slots], kind="stable")]
-    starts = requests.valid_rows.array[slots].astype(np.int64)
-    ends = starts + requests.flight_count.array[slots]
-    kept = np.ones(len(slots), dtype=np.bool_)
-    kept[_row_indices("discarded", command.discarded, len(slots))] = False
-    rows = _row_indices("sampled", tuple([row for row, _ in command.sampled]), len(slots))
-    for _, token in command.sampled:
-        if not 0 <= token <= _LARGEST_TOKEN:
-            raise MalformedCommand("sampled", f"token {token}")
-    _refuse_first(~kept[rows], lambda i: MalformedCommand("sampled", f"row {int(rows[i])} is discarded"))
-    tokens = np.array([token for _, token in command.sampled], dtype=np.int64)
-    known = requests.num_tokens.array[slots[rows]]
-    _refuse_first(
-        ends[rows] != known,
-        lambda i: AppendOutOfOrder(int(slots[rows[i]]), int(known[i]), int(ends[rows[i]])),
+def _grow(state: LedgerState, rows: Array, group: int, needed: int) -> tuple[Array, Array, Array]:
+    """Gives the rows their blocks of one group; ((block, generation) pairs, blocks to scrub, copies)."""
+    pool, requests = state.pools[group], state.requests
+    fresh = np.empty((needed, 2), dtype=np.int64)
+    scrub, copies = np.empty(needed, dtype=np.int64), np.empty((needed, 3), dtype=np.int64)
+    if needed == 0:
+        return fresh, scrub, copies
+    scrubbed, copied = loops.grow_tables(
+        rows,
+        requests.records.cells,
+        pool.records.cells,
+        requests.cells[group].array,
+        requests.widths[group],
+        pool.free.column.array,
+        pool.free.count,
+        pool.block_size,
+        group,
+        fresh,
+        scrub,
+        copies,
+        pool.spaces,
+        state.sums.all,
+        pool.tally,
     )
-    return CompletePlan(command.step, slots, starts, ends, kept, slots[rows], tokens)
+    pool.free.count -= needed
+    return fresh, scrub[:scrubbed], copies[:copied]
+
+
+def plan_complete(state: LedgerState, command: Complete | PackedComplete) -> CompletePlan:
+    """Raises a refusal for a step that is not in flight or a sample that fits no row; nothing changes."""
+    slots = state.flights.get(command.step)
+    if slots is None:
+        raise StepOutOfOrder(command.step, state.last_step)
+    samples, discarded = _samples_of(command)
+    outcomes = np.empty(len(slots), dtype=np.int64)
+    cells = state.requests.records.cells
+    fault, at = loops.read_outcomes(slots, cells, samples, discarded, outcomes)
+    if fault == loops.BAD_DISCARD:
+        raise MalformedCommand("discarded", f"row {int(discarded[at])} of {len(slots)}")
+    if fault != loops.COMPLETES:
+        row, token = samples[at].tolist()
+        raise _sample_refusal(state, fault, slots, row, token)
+    return CompletePlan(command.step, slots, outcomes)
 
 
 def commit_complete(state: LedgerState, plan: CompletePlan) -> dict[str, Any]:
-    """Makes rows valid, appends samples, unpins, carries out queued releases; the receipt's fields."""
-    requests, page = state.requests, state.block_size
-    kept, starts, ends = plan.slots[plan.kept], plan.starts[plan.kept], plan.ends[plan.kept]
-    first = starts // page
-    owners, pages = _spread(first, (ends - 1) // page - first + 1)
-    blocks = requests.tables[kept[owners], pages]
-    state.pool.rows.write(blocks, np.minimum(ends[owners] - pages * page, page))
-    requests.valid_rows.write(kept, ends)
-    _append_samples(state, plan.sampled_slots, plan.sampled_tokens)
-    for column in (requests.flight_step, requests.flight_row, requests.flight_count):
-        column.write(plan.slots, 0)
-    released = _queued_releases(state, plan.slots)
-    sealed = np.where(plan.kept, plan.ends // page - plan.starts // page, 0)
+    """Makes rows valid, appends samples, unpins, carries out what was queued; the receipt's fields."""
+    requests, cells = state.requests, state.requests.records.cells
+    freed: list[Array] = []
+    for group, pool in enumerate(state.pools):
+        sources = np.empty(len(plan.slots), dtype=np.int64)
+        count = loops.fill_blocks(
+            plan.slots,
+            plan.outcomes,
+            cells,
+            pool.records.cells,
+            requests.cells[group].array,
+            requests.widths[group],
+            pool.block_size,
+            group,
+            sources,
+            pool.spaces,
+            state.sums.all,
+            pool.tally,
+        )
+        freed.append(sources[:0] if count == 0 else pool.drop(sources[:count], state.scopes.revoked)[2])
+    sealed = np.empty(len(plan.slots), dtype=np.int64)
+    queued = loops.finish_rows(
+        plan.slots,
+        plan.outcomes,
+        cells,
+        requests.tokens,
+        state.weights,
+        state.alignment,
+        sealed,
+        state.pool.spaces,
+        state.sums.all,
+    )
+    del state.flights[plan.step]
+    truncated, released = _carry_out(state, plan.slots) if queued else ((), ())
+    facts = (*truncated, *released)
+    scrub = [tuple(blocks.tolist()) for blocks in freed]
+    for item in facts:
+        parts = (item.scrub, *item.scrub_others)
+        scrub = [joined + part for joined, part in zip(scrub, parts, strict=True)]
     return {
         "step": plan.step,
         "sealed": tuple(sealed.tolist()),
         "released": released,
-        "scrub": tuple([block for facts in released for block in facts.scrub]),
+        "scrub": scrub[0],
+        "scrub_others": tuple(scrub[1:]),
+        "truncated": truncated,
     }
 
 
-def _append_samples(state: LedgerState, slots: Array, tokens: Array) -> None:
-    if len(slots) == 0:
-        return
-    requests = state.requests
-    at = requests.num_tokens.array[slots].astype(np.int64)
-    requests.tokens[slots, at] = tokens
-    terms = (tokens.astype(np.uint64) + np.uint64(1)) * state.weights[at]
-    requests.token_print.write(slots, requests.token_print.array[slots] + terms)
-    requests.num_tokens.write(slots, at + 1)
+def _carry_out(
+    state: LedgerState, slots: Array
+) -> tuple[tuple[TruncateFacts, ...], tuple[ReleaseFacts, ...]]:
+    """Truncations and releases that were queued while the step was in flight, in row order."""
+    truncated: list[TruncateFacts] = []
+    released: list[ReleaseFacts] = []
+    for slot in slots.tolist():
+        cut, code = int(state.requests.cut.array[slot]), int(state.requests.ending.array[slot])
+        if cut:
+            truncated.append(truncate_now(state, slot, cut - 1))
+        if code:
+            released.append(release_now(state, slot, RELEASE_REASONS[code - 1]))
+    return tuple(truncated), tuple(released)
 
 
-def _queued_releases(state: LedgerState, slots: Array) -> tuple[ReleaseFacts, ...]:
-    codes = state.requests.ending.array[slots]
-    return tuple(
-        [
-            release_now(state, int(slot), RELEASE_REASONS[int(code) - 1])
-            for slot, code in zip(slots, codes, strict=True)
-            if code
-        ]
-    )
+def _rows_of(command: Dispatch | PackedDispatch) -> Array:
+    if isinstance(command, PackedDispatch):
+        return _packed("rows", command.rows, 4)
+    rows = [(row.request.slot, row.request.generation, row.start, row.count) for row in command.rows]
+    return _integers("rows", rows, 4)
 
 
-def _row_indices(field: str, rows: tuple[int, ...], num_rows: int) -> Array:
-    if any(not 0 <= row < num_rows for row in rows) or len(set(rows)) != len(rows):
-        raise MalformedCommand(field, str(rows))
-    return np.array(rows, dtype=np.int64)
+def _samples_of(command: Complete | PackedComplete) -> tuple[Array, Array]:
+    if isinstance(command, PackedComplete):
+        samples, discarded = command.sampled, command.discarded
+        return _packed("sampled", samples, 2), _packed("discarded", discarded, 1).reshape(-1)
+    discarded = _integers("discarded", [(row,) for row in command.discarded], 1)
+    return _integers("sampled", list(command.sampled), 2), discarded.reshape(-1)
 
 
-def _spread(first: Array, counts: Array) -> tuple[Array, Array]:
-    """Ragged ranges: for each i the numbers first[i], ..., first[i] + counts[i] - 1; (index i, number) flat."""
-    owners = np.repeat(np.arange(len(counts)), counts)
-    within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return owners, first[owners] + within
+def _packed(field: str, content: bytes, width: int) -> Array:
+    if len(content) % (width * _ITEM_BYTES):
+        raise MalformedCommand(field, f"{len(content)} bytes")
+    return np.frombuffer(content, dtype="<i8").astype(np.int64).reshape(-1, width)
+
+
+def _integers(field: str, values: list[Any], width: int) -> Array:
+    try:
+        return np.array(values, dtype=np.int64).reshape(-1, width)
+    except (OverflowError, ValueError):
+        raise MalformedCommand(field, f"not pairs of 64-bit numbers: {values[:4]}") from None
+
+
+def _row_refusal(
+    state: LedgerState, fault: int, slot: int, generation: int, start: int, count: int
+) -> LedgerRefusal:
+    if fault == loops.STALE:
+        return StaleRequestGeneration(slot, generation)
+    if fault == loops.BUSY:
+        return RequestInFlight(slot)
+    if fault == loops.SENSELESS:
+        return MalformedCommand("count", str(count))
+    if fault == loops.OUT_OF_ORDER:
+        return AppendOutOfOrder(slot, int(state.requests.valid_rows.array[slot]), start)
+    if fault == loops.BEYOND_KNOWN:
+        return OutsideRequestContext(slot, start + count, int(state.requests.num_tokens.array[slot]))
+    return AppendPastCapacity(slot, start + count, state.requests.max_model_len)
+
+
+def _sample_refusal(state: LedgerState, fault: int, slots: Array, row: int, token: int) -> LedgerRefusal:
+    if fault == loops.BAD_TOKEN:
+        return MalformedCommand("sampled", f"token {token}")
+    if fault == loops.SAMPLED_DISCARD:
+        return MalformedCommand("sampled", f"row {row} is discarded")
+    if fault == loops.BAD_SAMPLE_ROW:
+        return MalformedCommand("sampled", f"row {row} of {len(slots)}")
+    slot = int(slots[row])
+    record = state.requests.records.cells[slot]
+    known = int(record[loops.NUM_TOKENS])
+    return AppendOutOfOrder(slot, known, int(record[loops.VALID] + record[loops.FLIGHT_COUNT]))

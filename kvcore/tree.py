@@ -1,10 +1,11 @@
 """The prefix tree: compressed edges over whole pages, one root per scope, compared token by token.
 
-Owns nodes (edge tokens int32 [pages * block_size], edge blocks int64 [pages]) and their children. Invariants:
-a node has at least one page; edges of one parent differ in their first page; a lease ends where an edge ends,
-so all blocks of an edge have one reference count, which is the edge's lock; counts never rise from a parent
-to its child. A `NodeHandle` names the boundary where an edge *ends*: splitting keeps the lower half's handle.
-Walks are loops, never recursion.
+Owns nodes (edge tokens int32 [pages * page_tokens], per cache group edge blocks int64 [pages * page_tokens /
+block_size]) and their children. A page is the alignment of the groups: the least common multiple of their
+block sizes. Invariants: a node has at least one page; edges of one parent differ in their first page; a lease
+ends where an edge ends; whoever references blocks of an edge references its first ones, so the first block's
+count is the edge's lock. A `NodeHandle` names the boundary where an edge *ends*: splitting keeps the lower
+half's handle. Walks are loops, never recursion.
 Source: SGLang's RadixAttention (idea); LEDGER "Prefix tree"; contracts K111 to K121, K123.
 """
 
@@ -16,8 +17,10 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from .digest import Array, Column, DigestSum, IdStack, mix_words
-from .pool import BlockPool
+from . import loops
+from .columns import Digested, IdStack, Records
+from .digest import Array, mix_words
+from .pool import BlockPool, Sums
 
 Children = dict[bytes, int]
 
@@ -67,27 +70,37 @@ class TreeMatch(msgspec.Struct):
 
 
 class PrefixTree:
-    """All roots over one pool."""
+    """All roots over the pools of all cache groups. `blocks` are the edges' blocks in group 0."""
 
-    def __init__(self, pool: BlockPool, weights: Array, machine: DigestSum) -> None:
-        size = pool.num_blocks + 1
-        self._pool = pool
-        self._page = pool.block_size
+    def __init__(self, pools: tuple[BlockPool, ...], page_tokens: int, weights: Array, sums: Sums) -> None:
+        # A node owns at least one page, so there are never more nodes than pages in the smallest pool.
+        size = 1 + min(pool.num_blocks * pool.block_size // page_tokens for pool in pools)
+        self._pools = pools
+        self._page = page_tokens
         self._weights = weights
-        self.parent = Column("node.parent", size, np.int32, machine)
-        self.start = Column("node.start", size, np.int32, machine)
-        self.pages = Column("node.pages", size, np.int32, machine)
-        self.scope = Column("node.scope", size, np.int32, machine)
-        self.generation = Column("node.generation", size, np.int64, machine)
-        self.free = IdStack("node.free", size, 1, machine)
+        self.per_page = [page_tokens // pool.block_size for pool in pools]
+        records = Records("node", size, 5)
+        self.parent = records.column(0, "parent", sums.machine)
+        self.start = records.column(1, "start", sums.machine)
+        self.pages = records.column(2, "pages", sums.machine)
+        self.scope = records.column(3, "scope", sums.machine)
+        self.generation = records.column(4, "generation", sums.machine)
+        self._records = records
+        self._sums = sums
+        self._lanes: Array = np.full(5, 2, dtype=np.int64)
+        self._fields: Array = np.arange(5, dtype=np.int64)
+        self.free = IdStack("node.free", size, 1, sums.machine)
         self.num_children = np.zeros(size, dtype=np.int32)
-        self.first_block = np.zeros(size, dtype=np.int64)
+        self.first_blocks: list[Array] = [np.zeros(size, dtype=np.int64) for _ in pools]
+        # Fingerprint sum of all tokens from the root to the end of the edge.
+        self.end_sum: Array = np.zeros(size, dtype=np.uint64)
         self.tokens: list[Array] = [np.zeros(0, dtype=np.int32)] * size
-        self.blocks: list[Array] = [np.zeros(0, dtype=np.int64)] * size
+        self.edges: list[list[Array]] = [[np.zeros(0, dtype=np.int64)] * size for _ in pools]
+        self.blocks = self.edges[0]
         self._branches: list[Branch | None] = [None] * size
         self.roots: dict[int, Branch] = {}
 
-    def columns(self) -> dict[bool, list[Column]]:
+    def columns(self) -> dict[bool, list[Digested]]:
         machine = [self.parent, self.start, self.pages, self.scope, self.generation, self.free.column]
         return {True: [], False: machine}
 
@@ -108,7 +121,7 @@ class PrefixTree:
                 break
             edge = self.tokens[child]
             both = min(len(edge), total - at)
-            same = _common_tokens(tokens[at : at + both], edge[:both])
+            same = loops.common_tokens(tokens[at : at + both], edge)
             found.nodes.append(child)
             found.last_pages = same // self._page
             found.pages += found.last_pages
@@ -124,8 +137,12 @@ class PrefixTree:
         return int(self.start.array[node] + self.pages.array[node])
 
     def lock(self, node: int) -> int:
-        """Leases at or under the node: the reference count its blocks share."""
-        return int(self._pool.ref.array[self.first_block[node]])
+        """References to the edge: the count of its first block, in the group where it is highest."""
+        held = [
+            int(pool.ref.array[first[node]])
+            for pool, first in zip(self._pools, self.first_blocks, strict=True)
+        ]
+        return max(held)
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root side to `node`; empty for node 0."""
@@ -135,11 +152,15 @@ class PrefixTree:
             node = int(self.parent.array[node])
         return up[::-1]
 
-    def path_blocks(self, nodes: list[int]) -> Array:
-        """Blocks of consecutive edges, int64."""
+    def path_blocks(self, nodes: list[int], group: int = 0) -> Array:
+        """Blocks of consecutive edges in one group, int64."""
         if not nodes:
             return np.zeros(0, dtype=np.int64)
-        return np.concatenate([self.blocks[node] for node in nodes])
+        return np.concatenate([self.edges[group][node] for node in nodes])
+
+    def edge_blocks(self, node: int) -> tuple[Array, ...]:
+        """Blocks of one edge, by group."""
+        return tuple([edges[node] for edges in self.edges])
 
     def children_of(self, node: int) -> list[int]:
         branch = self._branches[node]
@@ -158,47 +179,66 @@ class PrefixTree:
         """Leaves that may be evicted now, by node id (int64)."""
         used = (self.pages.array > 0) & (self.num_children == 0)
         leaves = np.flatnonzero(used)
-        return leaves[self._pool.ref.array[self.first_block[leaves]] == 0]
+        for pool, first in zip(self._pools, self.first_blocks, strict=True):
+            leaves = leaves[pool.ref.array[first[leaves]] == 0]
+        return leaves
 
-    # Writing; the caller has checked legality.
+    # Writing; the caller has checked legality. `blocks` are int64 arrays, one a group.
 
     def split(self, node: int, pages: int) -> int:
         """Cuts an edge after `pages` pages; the new upper node's id. No block, lock or lower handle changes."""
         cut = pages * self._page
-        tokens, blocks = self.tokens[node], self.blocks[node]
+        tokens, held = self.tokens[node], int(self.pages.array[node])
         parent, scope = int(self.parent.array[node]), int(self.scope.array[node])
         start = int(self.start.array[node])
-        upper = self._create(scope, parent, start, tokens[:cut].copy(), blocks[:pages].copy())
-        self._pool.node.write(self.blocks[upper], upper)
-        self.tokens[node], self.blocks[node] = tokens[cut:].copy(), blocks[pages:].copy()
-        self.first_block[node] = blocks[pages]
+        blocks = self.edge_blocks(node)
+        ends = [pages * per_page for per_page in self.per_page]
+        uppers = tuple([part[:end].copy() for part, end in zip(blocks, ends, strict=True)])
+        upper = self._create(scope, parent, start, tokens[:cut].copy(), uppers)
+        self.end_sum[upper] = self._sum_after(parent, self.tokens[upper])
+        for pool, part in zip(self._pools, uppers, strict=True):
+            pool.move(part, upper)
+        self.tokens[node] = tokens[cut:].copy()
+        for edges, part, end in zip(self.edges, blocks, ends, strict=True):
+            edges[node] = part[end:].copy()
+        self._note_first_blocks(node)
         self.parent.put(node, upper)
         self.start.put(node, start + pages)
-        self.pages.put(node, len(blocks) - pages)
+        self.pages.put(node, held - pages)
         self._branch(scope, parent).attach(self._key(upper), upper)
         self._branch(scope, upper).attach(self._key(node), node)
         self.num_children[upper] = 1
         return upper
 
-    def insert(self, scope: int, parent: int, tokens: Array, blocks: Array, entries: Array) -> int:
-        """A new leaf edge under `parent` (0: the root, made on demand); the new node's id."""
-        node = self._create(scope, parent, self.end_page(parent), tokens.copy(), blocks.copy())
+    def insert(self, scope: int, parent: int, tokens: Array, blocks: tuple[Array, ...]) -> int:
+        """A new leaf edge under `parent` (0: the root, made on demand); the new node's id. `index` follows."""
+        copies = tuple([part.copy() for part in blocks])
+        node = self._create(scope, parent, self.end_page(parent), tokens.copy(), copies)
         self._branch(scope, parent).attach(self._key(node), node)
         if parent:
             self.num_children[parent] += 1
-        self._pool.index(blocks, node, entries)
         return node
 
-    def extend(self, node: int, tokens: Array, blocks: Array, entries: Array) -> None:
-        """Lengthens a leaf edge; its end moves, so handles issued before become stale."""
+    def extend(self, node: int, tokens: Array, blocks: tuple[Array, ...]) -> None:
+        """Lengthens a leaf edge; its end moves, so handles issued before become stale. `index` follows."""
         self.tokens[node] = np.concatenate([self.tokens[node], tokens])
-        self.blocks[node] = np.concatenate([self.blocks[node], blocks])
-        self.pages.put(node, len(self.blocks[node]))
+        for edges, part in zip(self.edges, blocks, strict=True):
+            edges[node] = np.concatenate([edges[node], part])
+        self.pages.put(node, len(self.tokens[node]) // self._page)
         self.generation.put(node, int(self.generation.array[node]) + 1)
-        self._pool.index(blocks, node, entries)
 
-    def remove_leaf(self, node: int) -> Array:
-        """Takes a leaf edge out of the tree; its blocks, no longer indexed."""
+    def index(
+        self, node: int, tokens: Array, blocks: tuple[Array, ...], scope_print: int, before: int
+    ) -> None:
+        """Enters the last `len(tokens)` tokens of an edge and their blocks; `before` is the sum above them."""
+        first = (self.end_page(node) * self._page) - len(tokens)
+        for pool, part in zip(self._pools, blocks, strict=True):
+            entries, end = self.prefix_entries(scope_print, tokens, first, before, pool.block_size)
+            pool.index(part, node, entries)
+            self.end_sum[node] = end
+
+    def remove_leaf(self, node: int) -> tuple[Array, ...]:
+        """Takes a leaf edge out of the tree; its blocks by group, no longer indexed."""
         scope, parent = int(self.scope.array[node]), int(self.parent.array[node])
         branch = self._branch(scope, parent)
         branch.detach(self._key(node))
@@ -208,43 +248,65 @@ class PrefixTree:
             del self.roots[scope]
         return self._retire(node)
 
-    def drop_root(self, scope: int) -> Array:
-        """Takes a whole root out of the tree; all its blocks, no longer indexed."""
+    def drop_root(self, scope: int) -> tuple[Array, ...]:
+        """Takes a whole root out of the tree; all its blocks by group, no longer indexed."""
         nodes = list(self.subtree(scope))
         self.roots.pop(scope, None)
         dropped = [self._retire(node) for node in nodes]
-        return np.concatenate(dropped) if dropped else np.zeros(0, dtype=np.int64)
+        if not dropped:
+            return tuple([np.zeros(0, dtype=np.int64) for _ in self._pools])
+        return tuple([np.concatenate(parts) for parts in zip(*dropped, strict=True)])
 
-    def prefix_entries(self, scope_print: int, tokens: Array, first_page: int) -> Array:
-        """Nonzero uint64 fingerprints of the prefixes that end at each page from `first_page` on.
+    def prefix_entries(
+        self, scope_print: int, tokens: Array, first: int, before: int, block_size: int
+    ) -> tuple[Array, int]:
+        """Nonzero uint64 fingerprints of the prefixes that end at each block of `tokens`, and the sum at the end.
 
-        A fingerprint covers the scope and every token before the page's end, so it does not depend on splits.
+        `tokens` begin at position `first`, after a prefix of sum `before`. A fingerprint covers the scope and
+        every token before the block's end, so it does not depend on splits.
         """
-        weighed = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[: len(tokens)]
-        sums = np.cumsum(weighed.reshape(-1, self._page).sum(axis=1, dtype=np.uint64), dtype=np.uint64)
-        return mix_words(sums[first_page:] ^ np.uint64(scope_print)) | np.uint64(1)
+        sums = np.empty(len(tokens) // block_size, dtype=np.uint64)
+        weights = self._weights[first : first + len(tokens)]
+        loops.page_sums(tokens, weights, block_size, np.uint64(before), sums)
+        return mix_words(sums ^ np.uint64(scope_print)) | np.uint64(1), int(sums[-1])
 
-    def _create(self, scope: int, parent: int, start: int, tokens: Array, blocks: Array) -> int:
+    def _sum_after(self, parent: int, tokens: Array) -> int:
+        first = self.end_page(parent) * self._page
+        sums = np.empty(1, dtype=np.uint64)
+        weights = self._weights[first : first + len(tokens)]
+        loops.page_sums(tokens, weights, len(tokens), self.end_sum[parent], sums)
+        return int(sums[0])
+
+    def _create(self, scope: int, parent: int, start: int, tokens: Array, blocks: tuple[Array, ...]) -> int:
         node = self.free.take_one()
-        self.tokens[node], self.blocks[node] = tokens, blocks
-        self.first_block[node] = blocks[0]
+        self.tokens[node] = tokens
+        for edges, part in zip(self.edges, blocks, strict=True):
+            edges[node] = part
+        self._note_first_blocks(node)
         self.num_children[node] = 0
         self._branches[node] = None
-        self.parent.put(node, parent)
-        self.start.put(node, start)
-        self.pages.put(node, len(blocks))
-        self.scope.put(node, scope)
+        self._put(node, parent, start, len(tokens) // self._page, scope, int(self.generation.array[node]))
         return node
 
-    def _retire(self, node: int) -> Array:
-        blocks = self.blocks[node]
-        self._pool.unindex(blocks)
-        for column in (self.parent, self.start, self.pages, self.scope):
-            column.put(node, 0)
-        self.generation.put(node, int(self.generation.array[node]) + 1)
-        self.tokens[node], self.blocks[node] = self.tokens[0], self.blocks[0]
+    def _note_first_blocks(self, node: int) -> None:
+        for first, edges in zip(self.first_blocks, self.edges, strict=True):
+            first[node] = edges[node][0]
+
+    def _put(self, node: int, *values: int) -> None:
+        records, words = self._records, np.array(values, dtype=np.int64)
+        loops.put_record(records.cells, node, self._fields, words, self._lanes, records.space, self._sums.all)
+
+    def _retire(self, node: int) -> tuple[Array, ...]:
+        blocks = self.edge_blocks(node)
+        for pool, part in zip(self._pools, blocks, strict=True):
+            pool.unindex(part)
+        self._put(node, 0, 0, 0, 0, int(self.generation.array[node]) + 1)
+        self.tokens[node] = self.tokens[0]
+        for edges in self.edges:
+            edges[node] = edges[0]
         self._branches[node] = None
         self.num_children[node] = 0
+        self.end_sum[node] = 0
         self.free.push_one(node)
         return blocks
 
@@ -258,9 +320,3 @@ class PrefixTree:
         if branch is None:
             branch = self._branches[node] = Branch()
         return branch
-
-
-def _common_tokens(left: Array, right: Array) -> int:
-    differs = left != right
-    first = int(differs.argmax())
-    return first if differs[first] else len(differs)

@@ -26,14 +26,19 @@ from copyhold.kvcore.commands import (
     Complete,
     Dispatch,
     Evict,
+    Fork,
     Genesis,
     GroupSpec,
     NodeHandle,
+    PackedComplete,
+    PackedDispatch,
     Publish,
     Release,
     RequestHandle,
+    Reset,
     RowSpan,
     Scope,
+    Truncate,
 )
 from copyhold.namespace.records import RankEvidence
 
@@ -48,6 +53,11 @@ COMMANDS: list[Command] = [
     Release(HANDLE, "cancel"),
     Evict(NODES),
     Abort(11),
+    Fork(HANDLE, 3),
+    Truncate(HANDLE, 40),
+    Reset(Scope("tenant-a", 4, b"w" * 32)),
+    PackedDispatch(12, bytes(64), NODES),
+    PackedComplete(12, bytes(32), bytes(8)),
 ]
 PURGE = PurgeOrder("tenant-a", 4, "nonce")
 AUDIT = KVAuditOrder(bytes(64), (5, 2), (0, 15))

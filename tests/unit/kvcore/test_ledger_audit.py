@@ -51,7 +51,8 @@ def _revoked(state: LedgerState) -> None:
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a count too high": (_set("ref", 1, 5), "refcount_mismatch"),
-    "a lease nobody holds": (_set("ref", 0, 2), "lock_mismatch"),
+    "a lease nobody holds": (_set("ref", 0, 2), "refcount_mismatch"),
+    "a lease that skips the edge's first block": (_set("ref", 1, 2), "lock_mismatch"),
     "a block lost from the free list": (_free_list, "free_queue_mismatch"),
     "an indexed block that is not full": (_set("rows", 0, 3), "identity_on_incomplete_block"),
     "a free block that claims rows": (_set("rows", 15, 3), "slot_lost"),

@@ -19,13 +19,16 @@ from copyhold.kvcore.commands import (
     Complete,
     Dispatch,
     Evict,
+    Fork,
     Genesis,
     GroupSpec,
     NodeHandle,
     Publish,
     Release,
     RequestHandle,
+    Reset,
     RowSpan,
+    Truncate,
 )
 from copyhold.kvcore.errors import LedgerRefusal
 from copyhold.kvcore.ledger import Ledger
@@ -77,7 +80,13 @@ def _genesis_repeated(driver: Any) -> Callable[[], object]:
 @case("unsupported_cache_groups")
 def _unsupported_cache_groups(driver: Any) -> Callable[[], object]:
     driver.ledger = Ledger()
-    return _applying(driver, Genesis(b"w", (FULL, GroupSpec("sliding", 8, 16)), 4, 64, "pool"))
+    return _applying(driver, Genesis(b"w", (), 4, 64, "pool"))
+
+
+@case("unsupported_window_group")
+def _unsupported_window_group(driver: Any) -> Callable[[], object]:
+    driver.ledger = Ledger()
+    return _applying(driver, Genesis(b"w", (FULL, GroupSpec("sliding", 8, 16, 32)), 4, 64, "pool"))
 
 
 @case("malformed_command")
@@ -191,6 +200,25 @@ def _double_release(driver: Any) -> Callable[[], object]:
 @case("release_reason_missing")
 def _release_reason_missing(driver: Any) -> Callable[[], object]:
     return _applying(driver, Release(_running(driver), ""))
+
+
+@case("fork_of_unpublished_state")
+def _fork_of_unpublished_state(driver: Any) -> Callable[[], object]:
+    request = _running(driver)
+    driver.dispatch((request, 1))
+    return _applying(driver, Fork(request, 1))
+
+
+@case("truncate_beyond_length")
+def _truncate_beyond_length(driver: Any) -> Callable[[], object]:
+    return _applying(driver, Truncate(_running(driver), 6))
+
+
+@case("reset_with_live_references")
+def _reset_with_live_references(driver: Any) -> Callable[[], object]:
+    driver.serve(driver.tokens(1, 4))
+    _running(driver)
+    return _applying(driver, Reset(driver.scope()))
 
 
 @case("step_out_of_order")

@@ -1,0 +1,666 @@
+"""Inner loops over the ledger's arrays: pure functions that run compiled or as plain Python, with equal digests.
+
+Owns every compiled function of kvcore; all of them and their callees stand in this file, because a cached
+caller does not notice a changed callee elsewhere. Invariant: integers only, one order of work, no state of
+its own; every write of a digested cell adds (new - old) times the cell's weight to `sums` (uint64 [4]:
+committed lanes, machine lanes).
+Layouts, int64: block records [blocks, 8]; request records [slots, 16 + 2 * groups]; `spaces` uint64 [4] holds
+the key spaces of block records, free stack, table cells and request records. Tables and stacks are flat int32.
+Source: LEDGER "Determinism", "Two digests".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import config, njit
+
+from .digest import GOLDEN, SECOND, field_salts
+
+REF, ROWS, ENTRY, NODE, OWNER, GENERATION, PINS = range(7)
+BLOCK_FIELDS = 8
+
+ACTIVE, SCOPE, NUM_TOKENS, TOKEN_PRINT, VALID, SLOT_GENERATION, TERMINAL, SHARED = range(8)
+TRANSACTION, DISPATCHED, FLIGHT_STEP, FLIGHT_ROW, FLIGHT_COUNT, ENDING, CUT, BRANCH = range(8, 16)
+GROUP_FIELDS = 16
+"""Field of group g's number of blocks is 16 + 2 g; 17 + 2 g holds the block (+ 1) its tail is copied from."""
+MAX_GROUPS = 8
+
+EVICTABLE, LIVE, RESERVED = range(3)
+STALE, BUSY, SENSELESS, OUT_OF_ORDER, BEYOND_KNOWN, BEYOND_TABLE, FITS = range(7)
+BAD_DISCARD, BAD_SAMPLE_ROW, BAD_TOKEN, SAMPLED_DISCARD, SAMPLE_OUT_OF_ORDER, COMPLETES = range(6)
+UNSAMPLED, DISCARDED = -1, -2
+
+_GOLDEN = np.uint64(GOLDEN)
+_SECOND = np.uint64(SECOND)
+_MIX_A = np.uint64(0xFF51AFD7ED558CCD)
+_MIX_B = np.uint64(0xC4CEB9FE1A85EC53)
+_S33 = np.uint64(33)
+_S29 = np.uint64(29)
+_ONE = np.uint64(1)
+_MINUS_ONE = np.uint64((1 << 64) - 1)
+_SALT_A, _SALT_B = field_salts(GROUP_FIELDS + 2 * MAX_GROUPS)
+_LARGEST_TOKEN = (1 << 31) - 1
+
+
+def _plain(loop: Callable[..., Any]) -> Callable[..., Any]:
+    return np.errstate(over="ignore")(loop)
+
+
+if vars(config)["DISABLE_JIT"]:
+    _jit = _plain
+    _callee = _plain
+else:
+    _jit = njit(cache=True, nogil=True, error_model="numpy")
+    # Inlined before compilation: a call that passes arrays would count their references in every row.
+    _callee = njit(nogil=True, error_model="numpy", inline="always")
+
+
+@_callee
+def _weight(space, index):
+    word = np.uint64(index) * _GOLDEN + space
+    word ^= word >> _S33
+    word *= _MIX_A
+    word ^= word >> _S33
+    word *= _MIX_B
+    word ^= word >> _S33
+    return word | _ONE
+
+
+@_callee
+def _other(weight):
+    return ((weight ^ (weight >> _S29)) * _SECOND) | _ONE
+
+
+@_callee
+def _word(value):
+    return np.uint64(np.int64(value))
+
+
+@_callee
+def _set_cell(cells, index, value, space, sums, lane):
+    """One int32 cell of a table or a stack."""
+    change = _word(value) - _word(cells[index])
+    weight = _weight(space, index)
+    cells[index] = value
+    sums[lane] += change * weight
+    sums[lane + 1] += change * _other(weight)
+
+
+@_callee
+def _class(ref, rows, node):
+    """Index into the tally; 3 for a free block."""
+    if ref > 0:
+        return 1 if rows > 0 else 2
+    return 0 if node != 0 else 3
+
+
+@_callee
+def _take(blk, cells, top, scope, spaces, sums, tally):
+    """Pops one block and gives it to a scope; (block, whether it holds another scope's bytes)."""
+    block = np.int64(cells[top]) - 1
+    _set_cell(cells, top, 0, spaces[1], sums, 2)
+    held = blk[block, OWNER]
+    blk[block, REF] = 1
+    blk[block, OWNER] = scope
+    change = _word(scope) - _word(held)
+    weight = _weight(spaces[0], block)
+    other = _other(weight)
+    sums[0] += _SALT_A[REF] * weight
+    sums[1] += _SALT_B[REF] * other
+    sums[2] += change * _SALT_A[OWNER] * weight
+    sums[3] += change * _SALT_B[OWNER] * other
+    tally[3] -= 1
+    tally[2] += 1
+    return block, held != 0 and held != scope
+
+
+# Cells.
+
+
+@_jit
+def put_field(records, index, field, value, space, sums):
+    """Writes one field of one record; `sums` uint64 [2] is the digest it belongs to."""
+    change = _word(value) - _word(records[index, field])
+    records[index, field] = value
+    weight = _weight(space, index)
+    sums[0] += change * _SALT_A[field] * weight
+    sums[1] += change * _SALT_B[field] * _other(weight)
+
+
+@_jit
+def write_field(records, indices, field, values, space, sums):
+    """Writes one field of several records; one value goes to all of them."""
+    many = len(values) > 1
+    for i in range(len(indices)):
+        value = values[i] if many else values[0]
+        change = _word(value) - _word(records[indices[i], field])
+        records[indices[i], field] = value
+        weight = _weight(space, indices[i])
+        sums[0] += change * _SALT_A[field] * weight
+        sums[1] += change * _SALT_B[field] * _other(weight)
+
+
+@_jit
+def put_record(records, index, fields, values, lanes, space, sums):
+    """Writes several fields of one record; `lanes` int64 [all fields] names the first lane of each field's digest."""
+    weight = _weight(space, index)
+    other = _other(weight)
+    for i in range(len(fields)):
+        field = fields[i]
+        change = _word(values[i]) - _word(records[index, field])
+        records[index, field] = values[i]
+        sums[lanes[field]] += change * _SALT_A[field] * weight
+        sums[lanes[field] + 1] += change * _SALT_B[field] * other
+
+
+@_jit
+def fill_cells(cells, start, values, space, sums):
+    """Writes values [n] into cells that are zero, from `start` on."""
+    first = np.uint64(0)
+    second = np.uint64(0)
+    for i in range(len(values)):
+        cells[start + i] = values[i]
+        weight = _weight(space, start + i)
+        first += _word(values[i]) * weight
+        second += _word(values[i]) * _other(weight)
+    sums[0] += first
+    sums[1] += second
+
+
+@_jit
+def push_ids(cells, count, ids, space, sums):
+    """Pushes ids [n] as id + 1, the first one last, so that it is taken next."""
+    first = np.uint64(0)
+    second = np.uint64(0)
+    top = count + len(ids) - 1
+    for i in range(len(ids)):
+        value = ids[i] + 1
+        cells[top - i] = value
+        weight = _weight(space, top - i)
+        first += _word(value) * weight
+        second += _word(value) * _other(weight)
+    sums[0] += first
+    sums[1] += second
+
+
+@_jit
+def clear_cells(cells, start, stop, space, sums):
+    """Zeroes cells [start, stop)."""
+    first = np.uint64(0)
+    second = np.uint64(0)
+    for i in range(start, stop):
+        value = _word(cells[i])
+        weight = _weight(space, i)
+        first += value * weight
+        second += value * _other(weight)
+    for i in range(start, stop):
+        cells[i] = 0
+    sums[0] -= first
+    sums[1] -= second
+
+
+# Tokens.
+
+
+@_jit
+def first_negative(tokens):
+    """Position of the first negative token, len(tokens) when there is none."""
+    lowest = np.int32(0)
+    for i in range(len(tokens)):
+        lowest = min(lowest, tokens[i])
+    if lowest >= 0:
+        return len(tokens)
+    for i in range(len(tokens)):
+        if tokens[i] < 0:
+            return i
+    return len(tokens)
+
+
+@_jit
+def copy_tokens(tokens, row, weights):
+    """Copies tokens into a request's row; their fingerprint as int64."""
+    total = np.uint64(0)
+    for i in range(len(tokens)):
+        row[i] = tokens[i]
+        total += (_word(tokens[i]) + _ONE) * weights[i]
+    return np.int64(total)
+
+
+@_jit
+def common_tokens(left, right):
+    """Length of the longest common prefix of two int32 arrays."""
+    both = min(len(left), len(right))
+    for i in range(both):
+        if left[i] != right[i]:
+            return i
+    return both
+
+
+@_jit
+def page_sums(tokens, weights, page, before, found):
+    """Fingerprint sums at the end of each page, into found uint64 [pages]; `weights` begin at the first token's."""
+    total = before
+    for p in range(len(found)):
+        for i in range(p * page, (p + 1) * page):
+            total += (_word(tokens[i]) + _ONE) * weights[i]
+        found[p] = total
+
+
+# Blocks.
+
+
+@_jit
+def take_blocks(blk, cells, count, scope, fresh, scrub, spaces, sums, tally):
+    """Gives free blocks to a scope: fresh int64 [n, 2] becomes (block, generation); how many lie in `scrub`."""
+    scrubbed = 0
+    for i in range(len(fresh)):
+        block, foreign = _take(blk, cells, count - 1 - i, scope, spaces, sums, tally)
+        fresh[i, 0] = block
+        fresh[i, 1] = blk[block, GENERATION]
+        if foreign:
+            scrub[scrubbed] = block
+            scrubbed += 1
+    return scrubbed
+
+
+@_jit
+def lease_blocks(blk, blocks, spaces, sums, tally):
+    """One more reference on each block."""
+    for i in range(len(blocks)):
+        block = blocks[i]
+        ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+        blk[block, REF] = ref + 1
+        tally[_class(ref, rows, node)] -= 1
+        tally[_class(ref + 1, rows, node)] += 1
+        weight = _weight(spaces[0], block)
+        sums[0] += _SALT_A[REF] * weight
+        sums[1] += _SALT_B[REF] * _other(weight)
+
+
+@_jit
+def drop_blocks(blk, blocks, freed, spaces, sums, tally):
+    """One reference less on each block; unindexed ones that reach zero are listed in `freed`; (freed, evictable)."""
+    num_freed = 0
+    evictable = 0
+    for i in range(len(blocks)):
+        block = blocks[i]
+        ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+        blk[block, REF] = ref - 1
+        weight = _weight(spaces[0], block)
+        other = _other(weight)
+        tally[_class(ref, rows, node)] -= 1
+        tally[_class(ref - 1, rows, node)] += 1
+        if ref == 1 and node == 0:
+            blk[block, ROWS] = 0
+            blk[block, GENERATION] += 1
+            sums[0] -= (_SALT_A[REF] + _word(rows) * _SALT_A[ROWS]) * weight
+            sums[1] -= (_SALT_B[REF] + _word(rows) * _SALT_B[ROWS]) * other
+            sums[2] += _SALT_A[GENERATION] * weight
+            sums[3] += _SALT_B[GENERATION] * other
+            freed[num_freed] = block
+            num_freed += 1
+        else:
+            sums[0] -= _SALT_A[REF] * weight
+            sums[1] -= _SALT_B[REF] * other
+            if ref == 1:
+                evictable += 1
+    return num_freed, evictable
+
+
+@_jit
+def free_unlisted(blk, blocks, spaces, sums):
+    """Blocks without reference and index entry become free under a new generation, their rows forgotten."""
+    for i in range(len(blocks)):
+        block = blocks[i]
+        rows = blk[block, ROWS]
+        blk[block, ROWS] = 0
+        blk[block, GENERATION] += 1
+        weight = _weight(spaces[0], block)
+        other = _other(weight)
+        sums[0] -= _word(rows) * _SALT_A[ROWS] * weight
+        sums[1] -= _word(rows) * _SALT_B[ROWS] * other
+        sums[2] += _SALT_A[GENERATION] * weight
+        sums[3] += _SALT_B[GENERATION] * other
+
+
+@_jit
+def disown_revoked(blk, blocks, revoked, found, spaces, sums):
+    """Blocks of a revoked owner lose it and are listed in `found`; how many."""
+    count = 0
+    for i in range(len(blocks)):
+        block = blocks[i]
+        owner = blk[block, OWNER]
+        if revoked[owner]:
+            blk[block, OWNER] = 0
+            weight = _weight(spaces[0], block)
+            sums[2] -= _word(owner) * _SALT_A[OWNER] * weight
+            sums[3] -= _word(owner) * _SALT_B[OWNER] * _other(weight)
+            found[count] = block
+            count += 1
+    return count
+
+
+@_jit
+def index_blocks(blk, blocks, node, entries, spaces, sums, tally):
+    """Sets node and entry (int64 [n]) of blocks; node 0 takes them out of the index."""
+    for i in range(len(blocks)):
+        block = blocks[i]
+        ref, rows, old = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+        change = _word(entries[i]) - _word(blk[block, ENTRY])
+        moved = _word(node) - _word(old)
+        blk[block, ENTRY] = entries[i]
+        blk[block, NODE] = node
+        weight = _weight(spaces[0], block)
+        other = _other(weight)
+        sums[0] += change * _SALT_A[ENTRY] * weight
+        sums[1] += change * _SALT_B[ENTRY] * other
+        sums[2] += moved * _SALT_A[NODE] * weight
+        sums[3] += moved * _SALT_B[NODE] * other
+        tally[_class(ref, rows, old)] -= 1
+        tally[_class(ref, rows, node)] += 1
+
+
+@_callee
+def _set_rows(blk, block, rows, spaces, sums, tally):
+    ref, old, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+    change = _word(rows) - _word(old)
+    blk[block, ROWS] = rows
+    weight = _weight(spaces[0], block)
+    sums[0] += change * _SALT_A[ROWS] * weight
+    sums[1] += change * _SALT_B[ROWS] * _other(weight)
+    tally[_class(ref, old, node)] -= 1
+    tally[_class(ref, rows, node)] += 1
+
+
+@_jit
+def set_rows(blk, block, rows, spaces, sums, tally):
+    """Valid rows of one block."""
+    _set_rows(blk, block, rows, spaces, sums, tally)
+
+
+# Steps. A row of a step is int64 [4]: slot, generation, start, count.
+
+
+@_callee
+def _page_of(row, held, size):
+    """Page of a row; most rows lie on the last page held, which takes no division."""
+    base = (held - 1) * size
+    if row >= base and row < base + size:
+        return held - 1
+    return row // size
+
+
+@_callee
+def _pages_for(end, held, size):
+    """Pages that hold rows [0, end), at least `held`."""
+    if end <= held * size:
+        return held
+    if end <= (held + 1) * size:
+        return held + 1
+    return (end + size - 1) // size
+
+
+@_callee
+def _pin_source(blk, block, by, spaces, sums):
+    """One copy more (1) or less (2^64 - 1) that reads the block until its step completes."""
+    blk[block, PINS] += np.int64(by)
+    weight = _weight(spaces[0], block)
+    sums[2] += by * _SALT_A[PINS] * weight
+    sums[3] += by * _SALT_B[PINS] * _other(weight)
+
+
+@_jit
+def check_rows(rows, req, marks, serial, max_model_len):
+    """(fault, row): the first failing check and its first row; FITS when all rows may be computed."""
+    fault = FITS
+    at = 0
+    for i in range(len(rows)):
+        slot, generation, start, count = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3]
+        found = FITS
+        if slot < 0 or slot >= len(req) or req[slot, ACTIVE] == 0 or req[slot, SLOT_GENERATION] != generation:
+            found = STALE
+        else:
+            if req[slot, FLIGHT_STEP] != 0 or marks[slot] == serial:
+                found = BUSY
+            elif count < 1 or count > max_model_len + 1:
+                found = SENSELESS
+            elif start != req[slot, VALID]:
+                found = OUT_OF_ORDER
+            elif start + count > req[slot, NUM_TOKENS]:
+                found = BEYOND_KNOWN
+            elif start + count > max_model_len:
+                found = BEYOND_TABLE
+            marks[slot] = serial
+        if found < fault:
+            fault = found
+            at = i
+    return fault, at
+
+
+@_jit
+def needed_blocks(rows, req, blk, table, width, size, group, copied):
+    """Blocks of one group that the rows need: growth of their tables and copies of shared tails.
+
+    The last holder of a shared tail keeps it, so copies are counted per block in `copied` int32 [blocks], which is
+    zero before and after.
+    """
+    needed = 0
+    tails = 0
+    for i in range(len(rows)):
+        slot, start = rows[i, 0], rows[i, 2]
+        held = req[slot, GROUP_FIELDS + 2 * group]
+        needed += _pages_for(start + rows[i, 3], held, size) - held
+        page = _page_of(start, held, size)
+        if page < held and start != page * size:
+            block = table[slot * width + page]
+            if blk[block, REF] == 1 and blk[block, NODE] == 0:
+                continue
+            tails += 1
+            if blk[block, REF] - blk[block, PINS] - copied[block] > 1 or blk[block, NODE] != 0:
+                copied[block] += 1
+                needed += 1
+    if tails > 0:
+        for i in range(len(rows)):
+            if rows[i, 2] // size < req[rows[i, 0], GROUP_FIELDS + 2 * group]:
+                copied[table[rows[i, 0] * width + rows[i, 2] // size]] = 0
+    return needed
+
+
+@_jit
+def grow_tables(
+    rows, req, blk, table, width, cells, count, size, group, fresh, scrub, copies, spaces, sums, tally
+):
+    """Gives the rows their blocks; (scrubbed, copies). fresh int64 [needed, 2] becomes (block, generation) in row
+    order, a copied tail's target first; copies int64 [needed, 3] becomes (source, target, rows).
+    """
+    taken = 0
+    scrubbed = 0
+    copied = 0
+    field = GROUP_FIELDS + 2 * group
+    for i in range(len(rows)):
+        slot, start = rows[i, 0], rows[i, 2]
+        held = req[slot, field]
+        last = _pages_for(start + rows[i, 3], held, size)
+        first = _page_of(start, held, size)
+        tail = False
+        if first < held and start != first * size:
+            block = table[slot * width + first]
+            tail = blk[block, REF] - blk[block, PINS] > 1 or blk[block, NODE] != 0
+        if not tail:
+            if last == held:
+                continue
+            first = held
+        weight = _weight(spaces[3], slot)
+        other = _other(weight)
+        for page in range(first, last):
+            if page > first and page < held:
+                continue
+            at = slot * width + page
+            source = np.int64(table[at])
+            block, foreign = _take(blk, cells, count - 1 - taken, req[slot, SCOPE], spaces, sums, tally)
+            _set_cell(table, at, block, spaces[2], sums, 0)
+            fresh[taken, 0] = block
+            fresh[taken, 1] = blk[block, GENERATION]
+            taken += 1
+            if foreign:
+                scrub[scrubbed] = block
+                scrubbed += 1
+            if page < held:
+                kept = start - page * size
+                _set_rows(blk, block, kept, spaces, sums, tally)
+                req[slot, field + 1] = source + 1
+                sums[2] += _word(source + 1) * _SALT_A[field + 1] * weight
+                sums[3] += _word(source + 1) * _SALT_B[field + 1] * other
+                _pin_source(blk, source, _ONE, spaces, sums)
+                copies[copied, 0] = source
+                copies[copied, 1] = block
+                copies[copied, 2] = kept
+                copied += 1
+        if last > held:
+            req[slot, field] = last
+            sums[0] += _word(last - held) * _SALT_A[field] * weight
+            sums[1] += _word(last - held) * _SALT_B[field] * other
+    return scrubbed, copied
+
+
+@_jit
+def pin_rows(rows, req, step, spaces, sums):
+    """Marks every request of the step as in flight."""
+    flight = step + 1
+    for i in range(len(rows)):
+        slot, count = rows[i, 0], rows[i, 3]
+        change_a = _word(flight) * _SALT_A[FLIGHT_STEP] + _word(i + 1) * _SALT_A[FLIGHT_ROW]
+        change_b = _word(flight) * _SALT_B[FLIGHT_STEP] + _word(i + 1) * _SALT_B[FLIGHT_ROW]
+        change_a += _word(count) * _SALT_A[FLIGHT_COUNT]
+        change_b += _word(count) * _SALT_B[FLIGHT_COUNT]
+        if req[slot, DISPATCHED] == 0:
+            req[slot, DISPATCHED] = 1
+            change_a += _SALT_A[DISPATCHED]
+            change_b += _SALT_B[DISPATCHED]
+        req[slot, FLIGHT_STEP] = flight
+        req[slot, FLIGHT_ROW] = i + 1
+        req[slot, FLIGHT_COUNT] = count
+        weight = _weight(spaces[3], slot)
+        sums[2] += change_a * weight
+        sums[3] += change_b * _other(weight)
+
+
+@_jit
+def read_outcomes(slots, req, samples, discarded, outcome):
+    """Fills outcome int64 [rows] with DISCARDED, UNSAMPLED or a token; (fault, index into the faulty list)."""
+    rows = len(slots)
+    for i in range(rows):
+        outcome[i] = UNSAMPLED
+    for i in range(len(discarded)):
+        row = discarded[i]
+        if row < 0 or row >= rows:
+            return BAD_DISCARD, i
+        if outcome[row] == DISCARDED:
+            return BAD_DISCARD, i
+        outcome[row] = DISCARDED
+    fault = COMPLETES
+    at = 0
+    for i in range(len(samples)):
+        row, token = samples[i, 0], samples[i, 1]
+        if row < 0 or row >= rows:
+            return BAD_SAMPLE_ROW, i
+        if outcome[row] >= 0:
+            return BAD_SAMPLE_ROW, i
+        found = COMPLETES
+        if token < 0 or token > _LARGEST_TOKEN:
+            found = BAD_TOKEN
+        elif outcome[row] == DISCARDED:
+            found = SAMPLED_DISCARD
+        else:
+            slot = slots[row]
+            if req[slot, VALID] + req[slot, FLIGHT_COUNT] != req[slot, NUM_TOKENS]:
+                found = SAMPLE_OUT_OF_ORDER
+            outcome[row] = token
+        if found < fault:
+            fault = found
+            at = i
+    return fault, at
+
+
+@_jit
+def fill_blocks(slots, outcome, req, blk, table, width, size, group, sources, spaces, sums, tally):
+    """Rows of kept spans become valid in one group's blocks; sources of copies are listed; how many."""
+    num_sources = 0
+    field = GROUP_FIELDS + 2 * group
+    for i in range(len(slots)):
+        slot = slots[i]
+        source = req[slot, field + 1]
+        if source != 0:
+            sources[num_sources] = source - 1
+            num_sources += 1
+            _pin_source(blk, source - 1, _MINUS_ONE, spaces, sums)
+            req[slot, field + 1] = 0
+            weight = _weight(spaces[3], slot)
+            sums[2] -= _word(source) * _SALT_A[field + 1] * weight
+            sums[3] -= _word(source) * _SALT_B[field + 1] * _other(weight)
+        if outcome[i] == DISCARDED:
+            continue
+        start = req[slot, VALID]
+        end = start + req[slot, FLIGHT_COUNT]
+        page = _page_of(start, req[slot, field], size)
+        while page * size < end:
+            block = table[slot * width + page]
+            ref, old, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+            rows = min(end - page * size, size)
+            change = _word(rows) - _word(old)
+            blk[block, ROWS] = rows
+            weight = _weight(spaces[0], block)
+            sums[0] += change * _SALT_A[ROWS] * weight
+            sums[1] += change * _SALT_B[ROWS] * _other(weight)
+            tally[_class(ref, old, node)] -= 1
+            tally[_class(ref, rows, node)] += 1
+            page += 1
+    return num_sources
+
+
+@_jit
+def finish_rows(slots, outcome, req, tokens, weights, alignment, sealed, spaces, sums):
+    """Valid rows, samples and pins of a completed step; how many of its requests have something queued."""
+    queued = 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        valid, count = req[slot, VALID], req[slot, FLIGHT_COUNT]
+        step, row = _word(req[slot, FLIGHT_STEP]), _word(req[slot, FLIGHT_ROW])
+        gone_a = (
+            step * _SALT_A[FLIGHT_STEP] + row * _SALT_A[FLIGHT_ROW] + _word(count) * _SALT_A[FLIGHT_COUNT]
+        )
+        gone_b = (
+            step * _SALT_B[FLIGHT_STEP] + row * _SALT_B[FLIGHT_ROW] + _word(count) * _SALT_B[FLIGHT_COUNT]
+        )
+        weight = _weight(spaces[3], slot)
+        other = _other(weight)
+        sums[2] -= gone_a * weight
+        sums[3] -= gone_b * other
+        req[slot, FLIGHT_STEP] = 0
+        req[slot, FLIGHT_ROW] = 0
+        req[slot, FLIGHT_COUNT] = 0
+        if req[slot, ENDING] != 0 or req[slot, CUT] != 0:
+            queued += 1
+        sealed[i] = 0
+        if outcome[i] == DISCARDED:
+            continue
+        over = valid % alignment + count
+        if over >= alignment:
+            sealed[i] = over // alignment
+        req[slot, VALID] = valid + count
+        change_a = _word(count) * _SALT_A[VALID]
+        change_b = _word(count) * _SALT_B[VALID]
+        if outcome[i] >= 0:
+            at = req[slot, NUM_TOKENS]
+            term = (_word(outcome[i]) + _ONE) * weights[at]
+            tokens[slot, at] = outcome[i]
+            req[slot, NUM_TOKENS] = at + 1
+            req[slot, TOKEN_PRINT] = np.int64(_word(req[slot, TOKEN_PRINT]) + term)
+            change_a += _SALT_A[NUM_TOKENS] + term * _SALT_A[TOKEN_PRINT]
+            change_b += _SALT_B[NUM_TOKENS] + term * _SALT_B[TOKEN_PRINT]
+        sums[0] += change_a * weight
+        sums[1] += change_b * other
+    return queued

@@ -1,0 +1,210 @@
+"""What a ledger can be asked: read-only views and copies, none of which changes anything.
+
+Invariant: arrays handed out are read-only views of the state or copies; a handle that is not current is refused.
+Methods without a group speak of cache group 0.
+Source: LEDGER; contracts K075, K187, K237.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from .admission import look_up
+from .commands import BlockHandle, NodeHandle, RequestHandle, Scope
+from .digest import Array
+from .errors import LogWithoutGenesis, StaleTreeVersion
+from .pool import PoolGauge
+from .receipts import PrefixMatch
+from .requests import RequestView
+from .state import LedgerState, node_handles
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A lookup that leased nothing: stale as soon as the next command is applied."""
+
+    match: PrefixMatch
+    path: tuple[NodeHandle, ...]
+    blocks: tuple[int, ...]
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """One tree edge: its blocks (int64 [pages]), its parent (node 0: the root), children and leases."""
+
+    handle: NodeHandle
+    parent: NodeHandle
+    scope: Scope
+    start_page: int
+    blocks: Array
+    num_children: int
+    leases: int
+
+
+class EvictableLeaf(msgspec.Struct, frozen=True):
+    """An unlocked leaf edge: its blocks (int64 [pages]) and its parent (node 0: the root)."""
+
+    handle: NodeHandle
+    blocks: Array
+    parent: NodeHandle
+
+
+class LedgerReads:
+    """The reading half of a ledger."""
+
+    _state: LedgerState | None
+
+    @property
+    def state(self) -> LedgerState:
+        """The state, for the auditor and for views; only `apply` may change it."""
+        if self._state is None:
+            raise LogWithoutGenesis("read")
+        return self._state
+
+    @property
+    def tables(self) -> Array:
+        """Block tables int32 [max_requests, max_blocks], read-only; cells beyond num_blocks mean nothing."""
+        return _read_only(self.state.requests.tables)
+
+    @property
+    def group_tables(self) -> tuple[Array, ...]:
+        """Block tables of every cache group, as `tables`."""
+        return tuple([_read_only(table) for table in self.state.requests.all_tables])
+
+    @property
+    def num_blocks(self) -> Array:
+        """Blocks in each slot's table, int64 [max_requests], read-only."""
+        return _read_only(self.state.requests.num_blocks.array)
+
+    @property
+    def valid_rows(self) -> Array:
+        """Rows with K/V of each slot, int64 [max_requests], read-only."""
+        return _read_only(self.state.requests.valid_rows.array)
+
+    @property
+    def num_tokens(self) -> Array:
+        """Known tokens of each slot, int64 [max_requests], read-only."""
+        return _read_only(self.state.requests.num_tokens.array)
+
+    @property
+    def in_flight(self) -> Array:
+        """Whether a step of each slot is in flight, bool [max_requests]."""
+        return self.state.requests.flight_step.array != 0
+
+    def probe(self, scope: Scope, tokens: bytes, lookup: bool = True) -> Probe:
+        """What an Admit would share now. Raises the refusals of a prompt and of a revoked scope."""
+        state = self.state
+        prompt = state.read_prompt(-1, tokens)
+        state.scopes.require_current(scope)
+        found = look_up(state, state.scopes.find(scope), prompt, lookup)
+        blocks = state.tree.path_blocks(list(found.nodes))[: found.match.runtime // state.block_size]
+        return Probe(found.match, node_handles(state.tree, list(found.nodes)), tuple(blocks.tolist()))
+
+    def gauge(self, group: int = 0) -> PoolGauge:
+        """Exclusive block counts of one cache group; they sum to its pool's size."""
+        return self.state.pools[group].gauge()
+
+    def table(self, handle: RequestHandle, group: int = 0) -> Array:
+        """The request's blocks of one group in logical order, int64 copy. Raises: StaleRequestGeneration."""
+        return self.state.requests.table(self.state.requests.slot_of(handle), group)
+
+    def floor(self, namespace: str) -> int:
+        """The lowest generation of a namespace that may be admitted or published."""
+        return self.state.scopes.floor_of(namespace)
+
+    def request(self, handle: RequestHandle) -> RequestView:
+        """A running request. Raises: StaleRequestGeneration."""
+        state = self.state
+        requests, slot = state.requests, state.requests.slot_of(handle)
+        blocks = int(requests.num_blocks.array[slot])
+        return RequestView(
+            handle=handle,
+            scope=state.scopes.scope(int(requests.scope.array[slot])),
+            num_tokens=int(requests.num_tokens.array[slot]),
+            valid_rows=int(requests.valid_rows.array[slot]),
+            reserved_rows=blocks * state.block_size,
+            num_blocks=blocks,
+            in_flight=bool(requests.flight_step.array[slot]),
+        )
+
+    def running(self) -> tuple[RequestHandle, ...]:
+        """Handles of all running requests, by slot."""
+        requests = self.state.requests
+        return tuple([requests.handle(int(slot)) for slot in np.flatnonzero(requests.active.array)])
+
+    def request_tokens(self, handle: RequestHandle) -> Array:
+        """Known tokens of a request, int32 copy. Raises: StaleRequestGeneration."""
+        requests = self.state.requests
+        slot = requests.slot_of(handle)
+        return requests.tokens[slot, : int(requests.num_tokens.array[slot])].copy()
+
+    def block(self, handle: BlockHandle) -> int:
+        """The block id of a handle. Raises: StalePoolGeneration, CacheGroupMismatch, UnknownPhysicalBlock,
+        StaleBlockGeneration."""
+        return self.state.resolve_block(handle)
+
+    def block_handles(self, handle: RequestHandle) -> tuple[BlockHandle, ...]:
+        """The request's blocks in logical order, group by group. Raises: StaleRequestGeneration."""
+        state = self.state
+        slot = state.requests.slot_of(handle)
+        return tuple(
+            state.present_handles(
+                tuple([state.requests.table(slot, group) for group in range(len(state.pools))])
+            )
+        )
+
+    def evictable_leaves(self) -> tuple[EvictableLeaf, ...]:
+        """Every leaf that Evict would accept now, by node id."""
+        tree = self.state.tree
+        leaves = tree.unlocked_leaves().tolist()
+        parents = node_handles(tree, tree.parent.array[leaves].tolist()) if leaves else ()
+        return tuple(
+            [
+                EvictableLeaf(handle, _read_only(tree.blocks[handle.node]), parent)
+                for handle, parent in zip(node_handles(tree, leaves), parents, strict=True)
+            ]
+        )
+
+    def node(self, handle: NodeHandle) -> NodeView:
+        """One edge of the tree. Raises: StaleTreeVersion."""
+        state, node = self.state, handle.node
+        tree = state.tree
+        if not 0 < node < len(tree.pages.array) or not tree.pages.array[node]:
+            raise StaleTreeVersion(node, handle.generation)
+        if int(tree.generation.array[node]) != handle.generation:
+            raise StaleTreeVersion(node, handle.generation)
+        return NodeView(
+            handle=handle,
+            parent=node_handles(tree, [int(tree.parent.array[node])])[0],
+            scope=state.scopes.scope(int(tree.scope.array[node])),
+            start_page=int(tree.start.array[node]),
+            blocks=_read_only(tree.blocks[node]),
+            num_children=int(tree.num_children[node]),
+            leases=tree.lock(node),
+        )
+
+    def paths(self, namespace: str) -> list[tuple[Scope, Array, Array]]:
+        """(scope, tokens int32, blocks int64) of every root-to-leaf path of a namespace, in key order."""
+        state = self.state
+        found = []
+        for scope_id, scope in state.scopes.all_scopes():
+            if scope.namespace != namespace:
+                continue
+            for leaf in state.tree.subtree(scope_id):
+                if state.tree.num_children[leaf] == 0:
+                    nodes = state.tree.path(leaf)
+                    tokens = np.concatenate([state.tree.tokens[node] for node in nodes])
+                    found.append((scope, tokens, state.tree.path_blocks(nodes)))
+        return found
+
+    def residue(self, namespace: str, generation_below: int, group: int = 0) -> tuple[int, ...]:
+        """Blocks of one group that may still hold bytes of a namespace's generations below the given one, in use
+        or not."""
+        state = self.state
+        scopes = state.scopes.below(namespace, generation_below)
+        return tuple(np.flatnonzero(np.isin(state.pools[group].owner.array, scopes)).tolist())
+
+
+def _read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view
