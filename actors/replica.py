@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from copyhold.kvcore.commands import Genesis, GroupSpec, Scope
 from copyhold.kvcore.identity import chain_digests
+from copyhold.kvcore.warm_up import warm_up
 from copyhold.namespace.authority import ClusterIdentity
 from copyhold.namespace.errors import GrantRefused, NamespaceError
 from copyhold.namespace.leases import LeaseHolder
@@ -97,6 +98,7 @@ class Replica:
     async def start(self, authority: Any, coordinator: Any, rank_public_keys: tuple[str, ...]) -> None:
         """Take the ranks' connections, register the incarnation, take the first lease and begin to serve."""
         self._authority, self._coordinator = authority, coordinator
+        await asyncio.to_thread(warm_up)
         await asyncio.to_thread(self._listener.accept_all, self._spec.step_timeout_s)
         record = IncarnationRecord(
             self._spec.incarnation, self._spec.name, self._spec.ranks, rank_public_keys
