@@ -114,6 +114,10 @@ def test_growth_that_moves_a_row_or_does_not_rise_is_refused(example: Any) -> No
     assert (caught.value.group, caught.value.before, caught.value.after) == ("g1", 5, 4)
     with pytest.raises(StaleTableVersion):
         check_growth(manifest, (before, descriptors), (before, descriptors))
+    last = [DescriptorTable("g0", 7, 16, [1003], [2], [16]), descriptors[1]]
+    with pytest.raises(FrozenAddressChanged):
+        grown = snapshot(manifest, 17, [[1000, 1003], [2000, 2003]], [3, 3], [7, 7])
+        check_growth(manifest, (before, descriptors), (grown, last))
     shorter = snapshot(manifest, 15, [[1000], [2000]], [3, 3], [7, 7])
     with pytest.raises(TokenOutsideContext):
         check_growth(manifest, (before, descriptors), (shorter, descriptors))

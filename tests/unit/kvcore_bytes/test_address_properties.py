@@ -191,9 +191,9 @@ FAULTS: tuple[tuple[str, str], ...] = (
 
 
 def _attempt(make_group: Any, faults: set[str]) -> tuple[View, Coordinate]:
-    group = make_group("g", (0,), 16, 4, 2, 8)
+    group = make_group("g", (0, 1), 16, 4, 2, 8)
     manifest = place([group], [(0, group.keys.total_bytes)])
-    slot, rows = 9 if "slot" in faults else 2, 1 if "rows" in faults else 16
+    slot, rows = 4 if "slot" in faults else 2, 5 if "rows" in faults else 16
     ids = [50] if "block" in faults else [51]
     descriptors = (DescriptorTable("g", 3, 16, ids, [slot], [rows]),)
     table = np.array([] if "table" in faults else [51], dtype=np.int64)
@@ -230,7 +230,13 @@ def test_overlapping_and_endless_tensors_are_refused_when_they_are_placed(exampl
     layouts = [example.g0, example.g1]
     (k0, v0), (k1, v1) = example.bases
     place(layouts, [(k0, v0), (k1, v1)])
-    for bases in ([(k0, v0), (k1, k1)], [(k0, k0 + 1), (k1, v1)], [(k1 + 8, v0), (k1, v1)]):
+    inside = example.g1.keys.total_bytes - 1
+    for bases in (
+        [(k0, v0), (k1, k1)],
+        [(k0, v0), (k1, k1 + inside)],
+        [(k0, k0 + 1), (k1, v1)],
+        [(k1 + 8, v0), (k1, v1)],
+    ):
         with pytest.raises(OverlappingTensorRanges):
             place(layouts, bases)
     with pytest.raises(AddressRangeOverflow):

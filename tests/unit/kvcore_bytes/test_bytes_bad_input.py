@@ -10,6 +10,7 @@ import pytest
 
 from copyhold.kvcore.address_errors import UnknownPhysicalId
 from copyhold.kvcore.addresses import Coordinate, translate, translate_many
+from copyhold.kvcore.byte_errors import PoolDoesNotReconcile
 from copyhold.kvcore.byte_ledger import (
     rectangular_ledger,
     request_view_ledger,
@@ -115,6 +116,12 @@ def test_nothing_is_an_answer_where_a_sum_over_nothing_has_one() -> None:
     assert pool_ledger(0, 0, 16, ROW).provisioned.value == 0
     with pytest.raises(EmptyInput):
         concrete_key(b"", np.zeros(0, dtype=np.int32), (), 0)
+
+
+def test_more_live_blocks_than_a_pool_has_do_not_reconcile() -> None:
+    with pytest.raises(PoolDoesNotReconcile) as caught:
+        pool_ledger(8, 9, 16, ROW)
+    assert (caught.value.total_blocks, caught.value.parts_blocks) == (8, (9, -1))
 
 
 def test_block_sizes_start_at_one() -> None:
