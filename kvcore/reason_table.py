@@ -136,7 +136,7 @@ ROWS: tuple[Reason, ...] = (
         "docs",
         "generation",
         ("K065",),
-        "A root below the floor is gone; asking for it is refused as stale_namespace_generation.",
+        "Reset drops roots in its commit and a later lookup finds an empty one; it is a test of the command.",
     ),
     Reason(
         "epoch_advanced_on_failure",
