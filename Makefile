@@ -1,6 +1,7 @@
 # make demo   install what is missing, then run the demonstration
 # make test   install what is missing, then run the whole test suite
 # make serve  install what is missing, then serve until Ctrl-C
+# make soak   kill every kind of process twenty times
 # make check  ruff, pyright, import arrows
 # make clean  remove everything that these made in this folder
 #
@@ -11,7 +12,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := demo
-.PHONY: demo test serve check clean
+.PHONY: demo test soak serve check clean
 
 PYTHON ?=
 TORCH_INDEX ?=
@@ -33,6 +34,9 @@ serve: $(RUNTIME)
 
 test: $(DEV)
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+soak: $(DEV)
+	@exec $(BIN)/python -m pytest tests/integration/test_kill_matrix.py tests/integration/test_kill_server.py --soak-rounds 20 $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

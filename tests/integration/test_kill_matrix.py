@@ -105,7 +105,9 @@ class Running:
 @pytest.mark.parametrize(
     "kind", ["rank", "replica", "coordinator", "authority", "gateway", "authority-store", "sessions-store"]
 )
-def test_a_killed_process_is_noticed_answered_and_replaced(victim: LiveServer, kind: str) -> None:
+def test_a_killed_process_is_noticed_answered_and_replaced(
+    victim: LiveServer, kind: str, soak_round: int
+) -> None:
     server = victim
     within(GOOD_WITHIN_S, lambda: is_ready(server), "the server being ready before")
     tenant = server.tenant()

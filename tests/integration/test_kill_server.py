@@ -35,7 +35,7 @@ def driver_pid(run_base: Path) -> int:
 
 
 def test_a_killed_driver_takes_everything_with_it(
-    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path
+    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path, soak_round: int
 ) -> None:
     state = str(tmp_path / "state")
     process, _ = serving([*options(run_base, tiny_model, model_cache), "--state-dir", state])
@@ -51,7 +51,7 @@ def test_a_killed_driver_takes_everything_with_it(
 
 
 def test_a_killed_supervisor_leaves_no_process_and_the_next_start_clears_its_files(
-    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path
+    run_base: Path, tiny_model: Path, tmp_path: Path, model_cache: Path, soak_round: int
 ) -> None:
     state = str(tmp_path / "state")
     arguments = [*options(run_base, tiny_model, model_cache), "--state-dir", state]
