@@ -127,3 +127,16 @@ def test_sampled_rows_equal_a_cold_recompute(server: LiveServer) -> None:
     ranks = server.admin.audit_kv(tenant.name, 16)["ranks"]
     assert len(ranks) == 2
     assert all(rank["rows_compared"] > 0 and rank["max_abs_difference"] <= 1e-3 for rank in ranks)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48])
+def test_a_wholly_cached_prompt_still_computes_its_last_token(server: LiveServer, length: int) -> None:
+    """Case B18 at block size 16: never the whole prompt, and the last block stays in the chain for the next turn."""
+    tenant = server.tenant()
+    prompt = list(range(10, 10 + length))
+    cold = tenant.client.complete(prompt, max_tokens=1, ignore_eos=True)
+    warm = tenant.client.complete(prompt, max_tokens=1, ignore_eos=True)
+    longer = tenant.client.complete([*prompt, *range(200, 209)], max_tokens=1, ignore_eos=True)
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 16 * ((length - 1) // 16))
+    assert longer.cached_tokens == 16 * (length // 16)
+    assert warm.text == cold.text
