@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from live_cluster import SERVE, copyhold, marked_processes, runs
+from live_cluster import SERVE, copyhold, default_interrupt, marked_processes, runs
 
 
 def test_the_demonstration_holds_and_reports_everything(run_base: Path) -> None:
@@ -31,7 +31,9 @@ def test_the_demonstration_holds_and_reports_everything(run_base: Path) -> None:
 @pytest.mark.parametrize("stage", ["ray", "turns"])
 def test_an_interrupted_demonstration_leaves_nothing(run_base: Path, stage: str) -> None:
     command = [*SERVE, "demo", "--run-dir", str(run_base)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupt
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith(f"{stage}:"):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from live_cluster import SERVE, marked_processes, run_server, runs, tiny_config
+from live_cluster import copyhold, marked_processes, options, run_server, runs, tiny_config
 from ray_head import CPUS, ROOT, RayHead, ray_head
 
 from copyhold.cluster.admin_client import AdminClient
@@ -85,19 +84,8 @@ def test_a_served_job_answers_beside_another_server_until_it_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     head, state = joining, tmp_path / "state"
-    options = ["--model", str(tiny_model), "--cache-dir", str(model_cache), "--run-dir", str(run_base)]
-    submitted = head.submit(
-        "--no-wait",
-        "--submission-id",
-        "served",
-        "--",
-        "serve",
-        *options,
-        "--port",
-        "0",
-        "--state-dir",
-        str(state),
-    )
+    arguments = [*options(run_base, tiny_model, model_cache), "--state-dir", str(state)]
+    submitted = head.submit("--no-wait", "--submission-id", "served", "--", "serve", *arguments)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     record = served_from(state, head, "served")
     text, key = chat(record, "early")
@@ -152,43 +140,29 @@ def printed_document(log: str) -> dict[str, Any]:
     return json.JSONDecoder().raw_decode(log[start + 1 :])[0]
 
 
-@pytest.mark.parametrize("case", ["too many replicas", "nobody there", "no token"])
+@pytest.mark.parametrize(
+    ("more", "token", "says"),
+    [
+        (["--replicas", "3"], None, f"cluster_too_small: 9 logical CPUs are needed, one .* has {CPUS} "),
+        ([], "/dev/null", "cluster_unavailable: cannot join .* RAY_AUTH_TOKEN_PATH"),
+    ],
+    ids=["too many replicas", "no token"],
+)
 def test_a_cluster_that_cannot_be_joined_is_one_line(
-    head: RayHead, run_base: Path, tiny_model: Path, model_cache: Path, case: str
+    joining: RayHead,
+    monkeypatch: pytest.MonkeyPatch,
+    run_base: Path,
+    tiny_model: Path,
+    model_cache: Path,
+    more: list[str],
+    token: str | None,
+    says: str,
 ) -> None:
-    address, more, environment = head.address, [], head.environment
-    if case == "too many replicas":
-        more, expected = (
-            ["--replicas", "3"],
-            f"cluster_too_small: 9 logical CPUs are needed, one .* has {CPUS} ",
-        )
-    elif case == "nobody there":
-        address, expected = (
-            "127.0.0.1:1",
-            "cluster_unavailable: cannot join the Ray cluster at 127.0.0.1:1: nothing",
-        )
-    else:
-        environment["RAY_AUTH_TOKEN_PATH"] = "/dev/null"
-        expected = "cluster_unavailable: cannot join .* RAY_AUTH_TOKEN_PATH"
-    options = [
-        "--model",
-        str(tiny_model),
-        "--cache-dir",
-        str(model_cache),
-        "--run-dir",
-        str(run_base),
-        "--port",
-        "0",
-    ]
-    done = subprocess.run(
-        [*SERVE, "serve", *options, "--state-dir", "", "--address", address, *more],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment,
-    )
+    if token is not None:
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", token)
+    arguments = [*options(run_base, tiny_model, model_cache), "--state-dir", "", "--address", joining.address]
+    done = copyhold("serve", *arguments, *more)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("copyhold: ")]
-    assert re.match(f"copyhold: {expected}", line), line
+    assert re.match(f"copyhold: {says}", line), line
     assert runs(run_base) == [] and marked_processes(run_base) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live_cluster import SERVE, copyhold, marked_processes, options, runs, tiny_config
+from live_cluster import SERVE, copyhold, default_interrupt, marked_processes, options, runs, tiny_config
 from tiny_checkpoint import make_tiny_checkpoint
 
 from copyhold.cluster.admin_client import AdminClient
@@ -77,7 +77,9 @@ def test_serve_prints_two_keys_serves_and_leaves_nothing_when_stopped(
         str(state),
         "--json",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupt
+    ) as process:
         assert process.stdout is not None
         text = ""
         while "\n}\n" not in text:
@@ -110,7 +112,11 @@ def test_keys_and_generations_outlive_a_server(
 
     def serve_once(act: str) -> tuple[dict, str]:
         with subprocess.Popen(
-            [*SERVE, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*SERVE, "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=default_interrupt,
         ) as process:
             assert process.stdout is not None
             text = ""

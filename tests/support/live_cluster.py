@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -134,10 +135,19 @@ def options(run_base: Path, model: Path, cache: Path) -> list[str]:
     return ["--model", str(model), "--cache-dir", str(cache), "--run-dir", str(run_base), "--port", "0"]
 
 
+def default_interrupt() -> None:
+    """For ``preexec_fn``: a suite started in the background of a script passes an ignored SIGINT on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def serving(arguments: list[str]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """``copyhold serve --json`` as a process, once it serves, and what it printed."""
     process = subprocess.Popen(
-        [*SERVE, "serve", *arguments, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*SERVE, "serve", *arguments, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_interrupt,
     )
     assert process.stdout is not None
     text = ""
