@@ -235,6 +235,15 @@ class _Vectors:
         kept = self._builder.store(vector, self._builder.bitcast(pointer, self._type.as_pointer()))
         kept.align = 4
 
+    def prefetch(self, pointer: Any) -> None:
+        """Ask for the cache line at `pointer`; whatever the address, nothing is read."""
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        signature = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(self._builder.module, signature, "llvm.prefetch.p0")
+        for_reading, near, of_data = (ir.Constant(word, number) for number in (0, 3, 1))
+        line = self._builder.bitcast(pointer, byte)
+        self._builder.call(function, [line, for_reading, near, of_data])
+
     def splat(self, pointer: Any) -> Any:
         """One element in every lane."""
         index_type = ir.IntType(32)
@@ -261,21 +270,27 @@ class _Vectors:
 
 
 @intrinsic
-def _tile_scores(typing_context, q, q_at, k, k_at, scores, score_at, head_dim):
+def _tile_scores(typing_context, q, q_at, k, v, at, next_at, scores, score_at, head_dim):
     """Scores of 4 query rows against the 16 tokens of one K tile.
 
-    Flat arrays: q rows are `head_dim` apart, the tile is `[head_dim, 16]`, score rows are `_CHUNK` apart.
+    Flat arrays: q rows are `head_dim` apart, the tile `[head_dim, 16]` begins at `at`, score rows are `_CHUNK` apart.
+    Beside each line of K, the same line of this tile's V and of the next tile's K (at `next_at`) is asked for: tiles
+    are pages apart, so that no hardware does it.
     """
 
     def codegen(context, builder, signature, arguments):
         vectors = _Vectors(context, builder, TILE)
-        q_data, k_data, score_data = (vectors.data(signature.args[i], arguments[i]) for i in (0, 2, 4))
-        q_first, k_first, score_first, dim = (arguments[i] for i in (1, 3, 5, 6))
+        q_data, k_data, v_data, score_data = (
+            vectors.data(signature.args[i], arguments[i]) for i in (0, 2, 3, 6)
+        )
+        q_first, first, following, score_first, dim = (arguments[i] for i in (1, 4, 5, 7, 8))
         sums = vectors.zeros(2 * _MICRO)
         with vectors.loop(ir.Constant(_INDEX, 0), dim, 4) as (d, _):
             for u in range(4):
                 line = builder.mul(d, ir.Constant(_INDEX, TILE))
-                column = vectors.load(vectors.at(k_data, k_first, line, u * TILE))
+                column = vectors.load(vectors.at(k_data, first, line, u * TILE))
+                vectors.prefetch(vectors.at(k_data, following, line, u * TILE))
+                vectors.prefetch(vectors.at(v_data, first, line, u * TILE))
                 for r in range(_MICRO):
                     row = builder.mul(dim, ir.Constant(_INDEX, r))
                     value = vectors.splat(vectors.at(q_data, q_first, row, d, u))
@@ -286,7 +301,7 @@ def _tile_scores(typing_context, q, q_at, k, k_at, scores, score_at, head_dim):
         return context.get_dummy_value()
 
     index = types.int64
-    return types.void(q, index, k, index, scores, index, index), codegen
+    return types.void(q, index, k, v, index, index, scores, index, index), codegen
 
 
 @intrinsic
@@ -415,11 +430,12 @@ def _attend(work, start, rows, base, group, k_layer, v_layer, kv, table):
         tiles = (min(_CHUNK, seen_by_all - chunk) + TILE - 1) // TILE
         for j in range(tiles):
             at = (np.int64(table[chunk // TILE + j]) * kv_heads + kv) * tile_size
+            following = (np.int64(table[chunk // TILE + min(j + 1, tiles - 1)]) * kv_heads + kv) * tile_size
             for m in range(0, count, _MICRO):
                 if j * TILE < _visible(start, base + m + _MICRO - 1, rows, group, chunk):
                     to = m * _CHUNK + j * TILE
                     _tile_scores(  # pyright: ignore[reportCallIssue]
-                        work.rows, m * head_dim, k, at, work.scores, to, head_dim
+                        work.rows, m * head_dim, k, v, at, following, work.scores, to, head_dim
                     )
         for r in range(count):
             widest = _visible(start, base + r // _MICRO * _MICRO + _MICRO - 1, rows, group, chunk)
