@@ -64,7 +64,10 @@ def _options(
 @app.command()
 @with_config()
 def serve(config: Config, json: JsonOption = False) -> int:
-    """Serve until stopped; prints the URL and, when it made the first tenants, their keys."""
+    """Serve until stopped; prints the URL and, when it made the first tenants, their keys.
+
+    On a joined cluster it makes none: what a job prints is kept where more people read than may have a key.
+    """
     from .admin_client import AdminClient
     from .run_signals import StopRequested
     from .supervisor import Supervisor
@@ -75,7 +78,7 @@ def serve(config: Config, json: JsonOption = False) -> int:
             server.report_to(progress)
             server.start()
         with AdminClient(server.admin_socket) as admin:
-            made = _make_first_tenants(admin)
+            made = [] if config.address else _make_first_tenants(admin)
         document = {
             "ok": True,
             "url": server.url,
@@ -84,7 +87,7 @@ def serve(config: Config, json: JsonOption = False) -> int:
             "pid": os.getpid(),
             "tenants": made,
         }
-        Output(json).emit(document, _serving_text(document))
+        Output(json).emit(document, _joined_text(document) if config.address else _serving_text(document))
         server.wait()
     except (StopRequested, KeyboardInterrupt):
         sys.stderr.write("stopping\n")
@@ -427,6 +430,16 @@ def _admin(config_file: Path | None, state_dir: str | None, admin_socket: str | 
 def _make_first_tenants(admin: Any) -> list[dict[str, Any]]:
     known = {entry["tenant"] for entry in admin.list_tenants()}
     return [admin.create_tenant(name) for name in FIRST_TENANTS if name not in known]
+
+
+def _joined_text(document: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            f"serving {document['url']}/v1  (admin socket {document['admin_socket']})",
+            f"on this node, `copyhold tenants create NAME --state-dir {document['state_dir']}` makes a tenant",
+            "stop with Ctrl-C, `ray job stop` or `copyhold stop`",
+        ]
+    )
 
 
 def _serving_text(document: dict[str, Any]) -> str:

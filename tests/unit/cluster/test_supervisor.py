@@ -159,6 +159,19 @@ def test_processes_see_the_mark_and_no_ray_setting_of_the_user(
             assert b"RAY_ADDRESS" not in environment and b"NUMBA_CACHE_DIR" not in environment
 
 
+def test_who_joins_a_cluster_keeps_what_says_where_it_is_and_how_to_get_in(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_AUTH_MODE": "token", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
+    for name, value in {**kept, "RAY_DEDUP_LOGS": "1", "RAY_AUTH_TOKEN_PATH": "/token"}.items():
+        monkeypatch.setenv(name, value)
+    with make("serve", address="auto") as server:
+        for process in server.processes():
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+            assert all(f"{name}={value}\0".encode() in environment for name, value in kept.items())
+            assert b"RAY_AUTH_TOKEN_PATH=/token\0" in environment and b"RAY_DEDUP_LOGS" not in environment
+
+
 def test_a_driver_that_ignores_sigterm_is_killed_after_its_grace(make: Make) -> None:
     with make("ignore_sigterm") as server:
         members = family(server)

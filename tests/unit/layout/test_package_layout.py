@@ -36,6 +36,7 @@ def test_every_room_is_one_relative_link_into_the_root() -> None:
     assert links == {room: f"../../{room}" for room in ROOMS}
     assert {path.name for path in package.iterdir()} - set(ROOMS) - {"__pycache__"} == {
         "__init__.py",
+        "__main__.py",
         "py.typed",
     }
 
@@ -95,7 +96,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
         f"copyhold/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")
     }
     code = {name for name in names if not name.startswith("copyhold-0.1.0.dist-info/")}
-    assert code == expected | {"copyhold/__init__.py", "copyhold/py.typed"}
+    assert code == expected | {f"copyhold/{name}" for name in ("__init__.py", "__main__.py", "py.typed")}
     assert "Apache License" in licence and "Version 2.0" in licence
     assert "copyhold = copyhold.cluster.cli:main" in entry_points
     assert "License-Expression: Apache-2.0" in metadata
