@@ -42,7 +42,7 @@ from .scheduler import Scheduler, StepBudget
 from .submission import Entry, Submission
 from .transport import StepListener
 
-_SLOW_STEP_S = 8.0
+_SLOW_STEP_S = 6.0
 """A step older than this turns health bad before the step's own timeout ends the replica."""
 
 

@@ -131,6 +131,20 @@ def test_a_killed_process_is_noticed_answered_and_replaced(
     assert not doomed.is_running() or doomed.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_rank_that_hangs_is_noticed_and_replaced(victim: LiveServer, soak_round: int) -> None:
+    server = victim
+    within(GOOD_WITHIN_S, lambda: is_ready(server), "the server being ready before")
+    tenant = server.tenant()
+    reference = tenant.client.chat(PROMPT, max_tokens=12, ignore_eos=True).text
+    doomed = process_of(server, "rank")
+    doomed.suspend()
+    within(BAD_WITHIN_S, lambda: not is_ready(server), "health turning bad")
+    within(GOOD_WITHIN_S, lambda: is_ready(server), "health turning good")
+    wait_until(lambda: tenant_answers(tenant.client, reference), timeout_s=GOOD_WITHIN_S)
+    server.assert_quiet()
+    assert not doomed.is_running() or doomed.status() == psutil.STATUS_ZOMBIE
+
+
 def tenant_answers(client: Any, reference: str) -> bool:
     """The same greedy answer as before, whatever was lost in between."""
     try:
