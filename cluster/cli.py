@@ -12,24 +12,24 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from copyhold import __version__
 
 from .bench_cli import bench
-from .cli_options import ConfigFile, JsonOption, StateDir, state_folder, with_config
+from .cli_options import ConfigFile, JsonOption, StateDir, state_folder, with_admin, with_config
 from .cli_output import Output, error_document, error_line, progress_on_stderr, table
+from .cli_tenants import certificates, tenants
 from .config import Config, Settings, load_config
 from .errors import ClusterError, StopFailed, TenantRequestFailed, UsageError, stable_name
 from .server_record import find_server
 
+if TYPE_CHECKING:
+    from .admin_client import AdminClient
+
 FIRST_TENANTS = ("acme", "bravo")
-AdminSocket = Annotated[
-    str | None,
-    typer.Option("--admin-socket", metavar="PATH", help="Admin socket, if not the recorded server's."),
-]
 
 app = typer.Typer(
     help="Copyhold: exact, authorized reuse of KV-cache state.",
@@ -37,8 +37,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-tenants = typer.Typer(help="Tenants of the running server, their keys and namespaces.", no_args_is_help=True)
-certificates = typer.Typer(help="Revocation certificates.", no_args_is_help=True)
 configuration = typer.Typer(help="Settings: what holds, and whether a file is right.", no_args_is_help=True)
 app.add_typer(tenants, name="tenants")
 app.add_typer(certificates, name="certificate")
@@ -124,31 +122,27 @@ def demo(config: Config, json: JsonOption = False) -> int:
 
 
 @app.command()
+@with_admin
 def status(
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
+    admin: AdminClient,
     json: JsonOption = False,
 ) -> None:
     """What the running server says of itself."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        answer = admin.status()
+    answer = admin.status()
     Output(json).emit({"ok": True, **answer}, _flat_text(answer))
 
 
 @app.command()
+@with_admin
 def drain(
+    admin: AdminClient,
     wait_s: Annotated[
         float, typer.Option("--wait-s", min=0.0, max=3600.0, help="Longest wait until nothing runs.")
     ] = 300.0,
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
     json: JsonOption = False,
 ) -> int:
     """Take no new requests and let the running ones finish. Exit code 0 nothing runs, 3 something still does."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        answer = admin.drain(wait_s)
+    answer = admin.drain(wait_s)
     text = (
         "drained: nothing runs" if answer["quiet"] else f"draining: something still runs after {wait_s:g} s"
     )
@@ -196,190 +190,6 @@ def config_check(
     Output(json).emit({"ok": True, "file": str(file)}, f"{file} is valid")
 
 
-@tenants.command("create")
-def tenants_create(
-    name: Annotated[str, typer.Argument(help="Name of the tenant.")],
-    namespace: Annotated[
-        list[str] | None, typer.Option("--namespace", help="Its namespaces. [its name]")
-    ] = None,
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> None:
-    """Make a tenant and print its first key, which is not shown again."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        made = admin.create_tenant(name, namespace)
-    text = f"tenant {made['tenant']}, namespaces {', '.join(made['namespaces'])}\nkey {made['key']}"
-    Output(json).emit({"ok": True, **made}, text)
-
-
-@tenants.command("key")
-def tenants_key(
-    name: Annotated[str, typer.Argument(help="Name of the tenant.")],
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> None:
-    """Make one more key of a tenant; it is not shown again."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        made = admin.create_key(name)
-    Output(json).emit({"ok": True, "tenant": name, **made}, f"key {made['key']}")
-
-
-@tenants.command("list")
-def tenants_list(
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> None:
-    """All tenants with their namespaces."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        known = admin.list_tenants()
-    rows = [(str(entry["tenant"]), ", ".join(entry.get("namespaces", ()))) for entry in known]
-    Output(json).emit({"ok": True, "tenants": known}, table(rows, ("TENANT", "NAMESPACES")))
-
-
-@tenants.command("disable")
-def tenants_disable(
-    namespace: Annotated[str, typer.Argument(help="Namespace to close to new work.")],
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> None:
-    """Close a namespace: its requests end, its cached state stays (revoke is what removes that)."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        answer = admin.set_namespace_enabled(namespace, False)
-    Output(json).emit({"ok": True, **answer}, f"namespace {namespace} is disabled")
-
-
-@tenants.command("enable")
-def tenants_enable(
-    namespace: Annotated[str, typer.Argument(help="Namespace to open again.")],
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> None:
-    """Open a disabled namespace again, with what it had cached."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        answer = admin.set_namespace_enabled(namespace, True)
-    Output(json).emit({"ok": True, **answer}, f"namespace {namespace} is enabled")
-
-
-@tenants.command("disable-key")
-def tenants_disable_key(
-    key_id: Annotated[str, typer.Argument(help="Key id: the part between ch_ and the second underscore.")],
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> None:
-    """Refuse a key from now on; requests that run under it end with the next lease renewal."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        answer = admin.set_key_enabled(key_id, False)
-    Output(json).emit({"ok": True, **answer}, f"key {key_id} is disabled")
-
-
-@tenants.command("revoke")
-def tenants_revoke(
-    namespace: Annotated[str, typer.Argument(help="Namespace whose cached state is revoked.")],
-    deadline_s: Annotated[
-        float | None,
-        typer.Option(
-            "--deadline-s", min=0.0, help="Time running requests get; default: the server's setting."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the certificate here.")
-    ] = None,
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> int:
-    """Advance the namespace's generation, zero its cached state everywhere, and print the certificate."""
-    from copyhold.namespace.certificate import parse_certificate
-
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        document = admin.revoke(namespace, deadline_s)
-    if out is not None:
-        out.write_bytes(document)
-    certificate = parse_certificate(document)
-    complete = certificate.outcome == "complete"
-    summary = (
-        f"namespace {certificate.namespace}: generation {certificate.generation_from} -> "
-        f"{certificate.generation_to}, {certificate.outcome}"
-    )
-    text = f"{summary}, certificate in {out}" if out is not None else document.decode()
-    Output(json).emit({"ok": complete, "certificate": _parsed(document)}, text)
-    return 0 if complete else 3
-
-
-@certificates.command("verify")
-def certificate_verify(
-    file: Annotated[Path, typer.Argument(help="The certificate.")],
-    public_key: Annotated[
-        Path, typer.Option("--public-key", metavar="FILE", help="The authority's public key.")
-    ],
-    json: JsonOption = False,
-) -> int:
-    """Check a certificate offline. Exit code 0 complete, 1 does not verify, 3 verifies but is incomplete."""
-    from copyhold.namespace.certificate import verify_certificate_file
-    from copyhold.namespace.errors import PublicKeyRefused
-
-    try:
-        report = verify_certificate_file(file, public_key)
-    except PublicKeyRefused as error:
-        raise UsageError(str(error)) from error
-    except OSError as error:
-        raise UsageError(f"cannot read {error.filename}: {error.strerror}") from error
-    checks = [{"name": check.name, "ok": check.ok, "detail": check.detail} for check in report.checks]
-    lines = [f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}" for check in report.checks]
-    verdict = f"verifies, {report.outcome}" if report.ok else "does not verify"
-    document = {"ok": report.ok, "outcome": report.outcome, "checks": checks}
-    Output(json).emit(document, "\n".join([*lines, f"{file} {verdict}"]))
-    if not report.ok:
-        return 1
-    return 0 if report.outcome == "complete" else 3
-
-
-@certificates.command("fetch")
-def certificate_fetch(
-    certificate_id: Annotated[str, typer.Argument(help="Its id.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write it.")],
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> None:
-    """Fetch an issued certificate from the running server, byte for byte."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        document = admin.certificate(certificate_id)
-    out.write_bytes(document)
-    Output(json).emit({"ok": True, "file": str(out), "certificate": _parsed(document)}, f"wrote {out}")
-
-
-@certificates.command("public-key")
-def certificate_public_key(
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it here.")] = None,
-    config_file: ConfigFile = None,
-    state_dir: StateDir = None,
-    admin_socket: AdminSocket = None,
-    json: JsonOption = False,
-) -> None:
-    """The public key that certificates verify against."""
-    with _admin(config_file, state_dir, admin_socket) as admin:
-        key = admin.public_key()
-    if out is not None:
-        out.write_bytes(key)
-    text = key.decode().rstrip() if out is None else f"wrote {out}"
-    Output(json).emit({"ok": True, "public_key": key.decode()}, text)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; whatever goes wrong becomes one line."""
     try:
@@ -419,12 +229,6 @@ def _type_of(error: Exception) -> str:
     if not type(error).__module__.startswith("copyhold."):
         return f"internal ({type(error).__name__})"
     return stable_name(type(error).__name__)
-
-
-def _admin(config_file: Path | None, state_dir: str | None, admin_socket: str | None) -> Any:
-    from .admin_client import AdminClient
-
-    return AdminClient(admin_socket or find_server(state_folder(config_file, state_dir)).admin_socket)
 
 
 def _make_first_tenants(admin: Any) -> list[dict[str, Any]]:
@@ -472,12 +276,6 @@ def _tenant_get(url: str, path: str, key: str) -> dict[str, Any]:
         message = body.get("error", {}).get("message", "") if isinstance(body, dict) else ""
         raise TenantRequestFailed(message or f"status {response.status_code}")
     return body
-
-
-def _parsed(document: bytes) -> Any:
-    import msgspec
-
-    return msgspec.json.decode(document)
 
 
 def _flat_text(value: dict[str, Any], prefix: str = "") -> str:

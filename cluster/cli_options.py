@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from .config import FIELDS, STORE_KEYS, Config, FieldSpec, load_config, load_settings
+from .server_record import find_server
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON document on standard output.")
@@ -25,6 +26,10 @@ StateDir = Annotated[
     ),
 ]
 
+AdminSocket = Annotated[
+    str | None,
+    typer.Option("--admin-socket", metavar="PATH", help="Admin socket, if not the recorded server's."),
+]
 BothStores = Annotated[
     str | None,
     typer.Option(
@@ -73,6 +78,29 @@ def with_config(
         return run
 
     return decorate
+
+
+def with_admin(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a command's ``admin`` parameter by the options that find the server, and open the client for it."""
+    # The client's own type is known to type checkers only: it is imported when a command runs.
+    parameters = dict(inspect.signature(command, eval_str=True, locals={"AdminClient": Any}).parameters)
+    del parameters["admin"]
+    places = {"config_file": ConfigFile, "state_dir": StateDir, "admin_socket": AdminSocket}
+    signature = inspect.Signature(
+        [*parameters.values(), *(_keyword(name, kind) for name, kind in places.items())]
+    )
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Any:
+        from .admin_client import AdminClient
+
+        file, state_dir, admin_socket = (given.pop(name) for name in places)
+        with AdminClient(admin_socket or find_server(state_folder(file, state_dir)).admin_socket) as admin:
+            return command(admin=admin, **given)
+
+    run.__dict__["__signature__"] = signature
+    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    return run
 
 
 def state_folder(config_file: Path | None, state_dir: str | None) -> Path:

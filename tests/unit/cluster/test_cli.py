@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from copyhold.cluster import cli, cli_output
+from copyhold.cluster import cli, cli_options, cli_output
 from copyhold.cluster.config import FIELDS
 from copyhold.namespace.certificate import Certificate, issue_certificate
 from copyhold.namespace.signing import public_bytes
@@ -115,7 +115,7 @@ def test_an_unforeseen_error_is_one_line_too(
     def broken(*arguments: Any) -> None:
         raise ZeroDivisionError("first\nsecond")
 
-    monkeypatch.setattr(cli, "state_folder", broken)
+    monkeypatch.setattr(cli_options, "state_folder", broken)
     assert cli.run(["status"]) == 1
     assert one_line(capsys.readouterr().err, "internal (ZeroDivisionError)") == "first second"
 
