@@ -24,6 +24,7 @@ from .cli_output import Output, error_document, error_line, progress_on_stderr, 
 from .cli_tenants import certificates, tenants
 from .config import Config, Settings, load_config
 from .errors import ClusterError, StopFailed, TenantRequestFailed, UsageError, stable_name
+from .ledger_cli import ledger
 from .server_record import find_server
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ configuration = typer.Typer(help="Settings: what holds, and whether a file is ri
 app.add_typer(tenants, name="tenants")
 app.add_typer(certificates, name="certificate")
 app.add_typer(bench, name="bench")
+app.add_typer(ledger, name="ledger")
 app.add_typer(configuration, name="config")
 
 

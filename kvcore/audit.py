@@ -32,8 +32,9 @@ def audit(ledger: Ledger) -> None:
     findings = _stack_findings(state)
     for group, pool in enumerate(state.pools):
         findings += _pool_findings(pool)
-        findings += _reference_findings(state, active, group)
-        findings += _table_findings(state, active, group)
+        tables = _tables(state, active, group)
+        findings += _reference_findings(state, active, group, tables)
+        findings += _table_findings(state, active, group, tables)
     findings += tree_findings(state)
     findings += _request_findings(state, active)
     findings += _owner_findings(state)
@@ -83,46 +84,55 @@ def _pool_findings(pool: BlockPool) -> list[str]:
     return findings
 
 
-def _reference_findings(state: LedgerState, active: Array, group: int) -> list[str]:
+def _reference_findings(state: LedgerState, active: Array, group: int, tables: Array) -> list[str]:
     """Counts = occurrences in tables + leases on tree paths that the table does not name + copies in flight."""
     pool, requests = state.pools[group], state.requests
-    parts = [requests.table(int(slot), group) for slot in active]
-    parts += [state.private_leases(int(slot), group) for slot in active]
+    leased = active[requests.terminal.array[active] != 0].tolist()
+    parts = [tables, *[state.private_leases(slot, group) for slot in leased]]
     sources = requests.sources[group].array
     sources = sources[sources != 0] - 1
     counts = np.bincount(np.concatenate([*parts, sources]), minlength=pool.num_blocks)
-    pins = np.bincount(sources, minlength=pool.num_blocks)
     findings: list[str] = []
     wrong = np.flatnonzero(counts != pool.ref.array)
     if len(wrong):
         held, reachable = pool.ref.array[wrong].tolist(), counts[wrong].tolist()
         findings.append(f"refcount_mismatch: blocks {wrong.tolist()} hold {held}, reachable {reachable}")
+    pins = np.bincount(sources, minlength=pool.num_blocks)
     if (pins != pool.pins.array).any():
         findings.append("source_released_during_copy: pins are not the copies in flight")
     return findings
 
 
-def _table_findings(state: LedgerState, active: Array, group: int) -> list[str]:
+def _table_findings(state: LedgerState, active: Array, group: int, tables: Array) -> list[str]:
     """Tables hold enough blocks, each once, whose rows are what the request may read; owners agree."""
-    pool, requests = state.pools[group], state.requests
+    pool, requests, size = state.pools[group], state.requests, state.pools[group].block_size
     findings: list[str] = []
-    for slot in active.tolist():
-        valid, held = int(requests.valid_rows.array[slot]), int(requests.blocks[group].array[slot])
-        table = requests.all_tables[group][slot, :held]
-        if valid > held * pool.block_size or len(np.unique(table)) != held:
-            findings.append(f"table_length_drift: slot {slot} valid {valid}, blocks {held}, group {group}")
-        rows = np.clip(valid - np.arange(held) * pool.block_size, 0, pool.block_size)
-        claimed = pool.rows.array[table]
-        # Rows beyond a shared or once shared tail's are a sharer's; all others are exact.
-        tail = valid // pool.block_size
-        exact = np.arange(held) != tail if valid % pool.block_size else np.ones(held, dtype=np.bool_)
-        if (claimed < rows).any() or (claimed != rows)[exact].any():
-            findings.append(f"row_not_materialised: slot {slot} group {group}")
-        if (pool.owner.array[table] != requests.scope.array[slot]).any():
-            findings.append(f"namespace_mismatch: slot {slot} holds blocks another scope wrote")
-        if requests.all_tables[group][slot, held:].any():
-            findings.append(f"table_length_drift: slot {slot} names blocks beyond its {held}")
+    valid, held = requests.valid_rows.array[active], requests.blocks[group].array[active]
+    slots = np.repeat(active, held)
+    first = np.cumsum(held) - held
+    short = active[valid > held * size]
+    shared = np.bincount(tables, minlength=pool.num_blocks)[tables] > 1
+    pairs = slots[shared] * pool.num_blocks + tables[shared]
+    beyond = np.count_nonzero(requests.cells[group].array) != np.count_nonzero(tables)
+    if len(short) or len(np.unique(pairs)) != len(pairs) or beyond:
+        findings.append(f"table_length_drift: group {group}, slots {short.tolist()} or cells beyond tables")
+    left = np.repeat(valid, held) - (np.arange(len(tables)) - np.repeat(first, held)) * size
+    rows, claimed = np.clip(left, 0, size), pool.rows.array[tables]
+    # A partly valid block may hold more rows than this request may read: a sharer's, or what it has cut off.
+    wrong = np.where((left > 0) & (left < size), claimed < rows, claimed != rows)
+    if wrong.any():
+        findings.append(f"row_not_materialised: slots {np.unique(slots[wrong]).tolist()} group {group}")
+    foreign = pool.owner.array[tables] != np.repeat(requests.scope.array[active], held)
+    if foreign.any():
+        slots = np.unique(slots[foreign]).tolist()
+        findings.append(f"namespace_mismatch: slots {slots} hold blocks another scope wrote")
     return findings
+
+
+def _tables(state: LedgerState, active: Array, group: int) -> Array:
+    """Blocks of all tables of one group, slot by slot, int64."""
+    parts = [state.requests.table(slot, group) for slot in active.tolist()]
+    return np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
 
 
 def _request_findings(state: LedgerState, active: Array) -> list[str]:
@@ -176,9 +186,9 @@ def _owner_findings(state: LedgerState) -> list[str]:
 
 
 def _digest_findings(state: LedgerState, ledger: Ledger) -> list[str]:
-    columns = state.columns()
-    committed = [column.recomputed_pair() for column in columns[True]]
-    machine = [column.recomputed_pair() for column in columns[False]]
+    parts = state.parts()
+    committed = [part.recomputed(state.sums.committed) for part in parts]
+    machine = [part.recomputed(state.sums.machine) for part in parts]
     findings: list[str] = []
     if digest_bytes(*committed) != ledger.committed_digest:
         findings.append("rejected_operation_changed_state: committed digest is not that of the columns")

@@ -52,6 +52,51 @@ class LogWithoutGenesis(LedgerRefusal):
 
 
 @dataclass(eq=False)
+class LogCorrupt(LedgerRefusal):
+    """A recorded log is damaged from this record on; the records before it are whole. Nothing of it is applied."""
+
+    record: int
+    why: str
+    reason: ClassVar[str] = "log_corrupt"
+
+
+@dataclass(eq=False)
+class LogTruncated(LedgerRefusal):
+    """A recorded log ends in the middle of this record; the records before it are whole."""
+
+    record: int
+    reason: ClassVar[str] = "log_truncated"
+
+
+@dataclass(eq=False)
+class LogWorldMismatch(LedgerRefusal):
+    """A recorded log belongs to another world, or contradicts its own Genesis. Nothing is applied."""
+
+    world: str
+    expected: str
+    reason: ClassVar[str] = "log_world_mismatch"
+
+
+@dataclass(eq=False)
+class LogIncarnationMismatch(LedgerRefusal):
+    """A recorded log belongs to another incarnation, or contradicts its own Genesis. Nothing is applied."""
+
+    incarnation: str
+    expected: str
+    reason: ClassVar[str] = "log_incarnation_mismatch"
+
+
+@dataclass(eq=False)
+class LogFull(LedgerRefusal):
+    """The recorded log has reached its bound. The record is not appended; the ledger has applied its command."""
+
+    records: int
+    written_bytes: int
+    limit_bytes: int
+    reason: ClassVar[str] = "log_full"
+
+
+@dataclass(eq=False)
 class GenesisRepeated(LedgerRefusal):
     """A log has one Genesis, at index 0. Unchanged."""
 

@@ -37,6 +37,11 @@ class Sums:
         self.committed = DigestSum(self.all[:2])
         self.machine = DigestSum(self.all[2:])
 
+    def adopt(self, lanes: Array) -> None:
+        """Goes on in another array that holds the same sums."""
+        self.all = lanes
+        self.committed.sums, self.machine.sums = lanes[:2], lanes[2:]
+
     def digests(self) -> tuple[bytes, bytes]:
         """(committed, machine) as 16 bytes each, little-endian; the machine digest covers the committed cells too."""
         committed = self.all[:2]
@@ -65,10 +70,9 @@ class BlockPool:
         self.spaces: Array = np.array([records.space, self.free.column.space, 0, 0], dtype=U64)
         self.copied: Array = np.zeros(num_blocks, dtype=np.int32)
 
-    def columns(self) -> dict[bool, list[Digested]]:
-        """Columns by digest: True for the committed one, False for those of the machine digest alone."""
-        machine = [self.node, self.owner, self.generation, self.pins, self.free.column]
-        return {True: [self.ref, self.rows, self.entry], False: machine}
+    def parts(self) -> list[Digested]:
+        """Every array that has a share in a digest."""
+        return [self.records, self.free.column]
 
     def attach(self, table: Cells, requests: Records) -> None:
         """The table and the request records whose cells loops write together with this pool's."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from . import loops
-from .columns import Cells, Column, Digested, IdStack, Records
+from .columns import Cells, Digested, IdStack, Records
 from .commands import GroupSpec, RequestHandle, Scope
 from .digest import Array, as_signed
 from .errors import StaleRequestGeneration
@@ -85,11 +85,7 @@ class RequestTable:
         self.cells = [
             Cells(f"request.table{g}", max_requests * width, committed) for g, width in enumerate(self.widths)
         ]
-        self.all_tables: list[Array] = [
-            cells.array.reshape(max_requests, width)
-            for cells, width in zip(self.cells, self.widths, strict=True)
-        ]
-        self.tables = self.all_tables[0]
+        self.adopt_tables()
         # One column more than the context: the last sampled token never gets K/V.
         self.tokens: Array = np.zeros((max_requests, max_model_len + 1), dtype=np.int32)
         self.marks: Array = np.zeros(max_requests, dtype=np.int64)
@@ -97,12 +93,17 @@ class RequestTable:
         self._cleared: Array = np.array([*_CLEARED, *range(at, at + 2 * len(groups), 2)], dtype=np.int64)
         self._zeros: Array = np.zeros(len(self._cleared), dtype=np.int64)
 
-    def columns(self) -> dict[bool, list[Digested]]:
-        committed: list[Digested] = [*self.cells]
-        machine: list[Digested] = [self.free.column]
-        for column in self.records.columns:
-            (committed if self._is_committed(column) else machine).append(column)
-        return {True: committed, False: machine}
+    def adopt_tables(self) -> None:
+        """Views tables [max_requests, width] into the cells as they lie now."""
+        self.all_tables: list[Array] = [
+            cells.array.reshape(self.max_requests, width)
+            for cells, width in zip(self.cells, self.widths, strict=True)
+        ]
+        self.tables = self.all_tables[0]
+
+    def parts(self) -> list[Digested]:
+        """Every array that has a share in a digest."""
+        return [self.records, *self.cells, self.free.column]
 
     def slot_of(self, handle: RequestHandle) -> int:
         """The slot of a running request. Raises: StaleRequestGeneration, nothing changed."""
@@ -144,10 +145,6 @@ class RequestTable:
         self.tokens[slot, : int(self.num_tokens.array[slot])] = 0
         self.put_fields(slot, self._cleared, self._zeros)
         self.free.push_one(slot)
-
-    def _is_committed(self, column: Column) -> bool:
-        committed = [self.active, self.scope, self.num_tokens, self.token_print, self.valid_rows]
-        return column in committed or column in self.blocks
 
     def _lanes_of_fields(self, fields: int) -> Array:
         """First lane of each field's digest, int64 [fields]."""

@@ -34,8 +34,9 @@ class ScopeTable:
         self.scope_print = self._scope_records.column(0, "print", sums.machine, unsigned=True)
         self.revoked: Array = np.zeros(_FIRST_CAPACITY, dtype=np.bool_)
 
-    def columns(self) -> dict[bool, list[Digested]]:
-        return {True: [self.floor], False: [self.namespace_print, self.scope_print]}
+    def parts(self) -> list[Digested]:
+        """Every array that has a share in a digest."""
+        return [self._namespace_records, self._scope_records]
 
     def floor_of(self, namespace: str) -> int:
         """The lowest generation that may be admitted; 0 where no floor was set."""

@@ -60,7 +60,7 @@ class LedgerState:
         self.requests = RequestTable(genesis.max_requests, genesis.max_model_len, groups, self.sums)
         for pool, cells in zip(self.pools, self.requests.cells, strict=True):
             pool.attach(cells, self.requests.records)
-        counters = Records("ledger", 1, 3)
+        counters = self.counters = Records("ledger", 1, 3)
         self.step_counter = counters.column(0, "step", self.sums.machine)
         self.transaction_counter = counters.column(1, "transaction", self.sums.machine)
         self.world = counters.column(2, "world", self.sums.committed, unsigned=True)
@@ -68,13 +68,11 @@ class LedgerState:
         self.flights: dict[int, Array] = {}
         self.serial = 0
 
-    def columns(self) -> dict[bool, list[Digested]]:
-        """All columns: True those of the committed digest, False those of the machine digest alone."""
-        counters: list[Digested] = [self.step_counter, self.transaction_counter]
-        found: dict[bool, list[Digested]] = {True: [self.world], False: counters}
+    def parts(self) -> list[Digested]:
+        """Every array that has a share in a digest."""
+        found: list[Digested] = [self.counters]
         for part in (*self.pools, self.tree, self.scopes, self.requests):
-            for committed, columns in part.columns().items():
-                found[committed].extend(columns)
+            found += part.parts()
         return found
 
     @property

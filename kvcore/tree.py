@@ -100,9 +100,9 @@ class PrefixTree:
         self._branches: list[Branch | None] = [None] * size
         self.roots: dict[int, Branch] = {}
 
-    def columns(self) -> dict[bool, list[Digested]]:
-        machine = [self.parent, self.start, self.pages, self.scope, self.generation, self.free.column]
-        return {True: [], False: machine}
+    def parts(self) -> list[Digested]:
+        """Every array that has a share in a digest."""
+        return [self._records, self.free.column]
 
     # Reading.
 

@@ -6,7 +6,9 @@ A new subclass of LedgerRefusal without a case makes `test_every_reason_has_a_ca
 from __future__ import annotations
 
 import pickle
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from copyhold.kvcore.commands import (
 )
 from copyhold.kvcore.errors import LedgerRefusal
 from copyhold.kvcore.ledger import Ledger
+from copyhold.kvcore.log import LogHeader, Recorder, read_log
 
 Case = Callable[[Any], Callable[[], object]]
 CASES: dict[str, Case] = {}
@@ -70,6 +73,53 @@ def _log_repetition(driver: Any) -> Callable[[], object]:
 def _log_without_genesis(driver: Any) -> Callable[[], object]:
     driver.ledger = Ledger()
     return _applying(driver, AdvanceGeneration("a", 1))
+
+
+def _recorded(damage: Callable[[bytes], bytes] = bytes) -> Path:
+    """A log of two records whose bytes were damaged."""
+    ledger, log = Ledger(), _folder() / "ledger.log"
+    recorder = Recorder(log)
+    for command in (Genesis(b"w", (FULL,), 4, 64, "pool"), AdvanceGeneration("a", 1)):
+        recorder.record(command, ledger.apply(command))
+    recorder.close()
+    log.write_bytes(damage(log.read_bytes()))
+    return log
+
+
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="ledger-log-"))
+
+
+@case("log_corrupt")
+def _log_corrupt(driver: Any) -> Callable[[], object]:
+    log = _recorded(lambda content: content[:-20] + b"X" + content[-19:])
+    return lambda: list(read_log(log))
+
+
+@case("log_truncated")
+def _log_truncated(driver: Any) -> Callable[[], object]:
+    log = _recorded(lambda content: content[:-1])
+    return lambda: list(read_log(log))
+
+
+@case("log_world_mismatch")
+def _log_world_mismatch(driver: Any) -> Callable[[], object]:
+    log = _recorded()
+    return lambda: list(read_log(log, LogHeader(b"v", "pool")))
+
+
+@case("log_incarnation_mismatch")
+def _log_incarnation_mismatch(driver: Any) -> Callable[[], object]:
+    log = _recorded()
+    return lambda: list(read_log(log, LogHeader(b"w", "pool-2")))
+
+
+@case("log_full")
+def _log_full(driver: Any) -> Callable[[], object]:
+    ledger, genesis = Ledger(), Genesis(b"w", (FULL,), 4, 64, "pool")
+    receipt = ledger.apply(genesis)
+    recorder = Recorder(_folder() / "ledger.log", limit_bytes=64)
+    return lambda: recorder.record(genesis, receipt)
 
 
 @case("genesis_repeated")

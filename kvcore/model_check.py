@@ -1,0 +1,229 @@
+"""Bounded exhaustive check: every state a tiny ledger can reach, each audited, every wrong command refused.
+
+Breadth first from an empty ledger, so that a trace to a violation is as short as any. States are compared up to the
+names of blocks, nodes and slots, with generations reduced to their order (see `model_state`). Invariant: single-threaded,
+without clock or randomness: two runs report the same figures.
+Source: LEDGER "Two digests" (visited set), "Determinism"; contracts K055, K066, K067, K209.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from .audit import AuditViolation, audit
+from .commands import Command, Genesis, GroupSpec
+from .errors import LedgerRefusal
+from .model_moves import WORLD, Bounds, moves, probes
+from .model_state import Arena, Snapshot, canonical_key
+
+__all__ = ["Bounds", "CheckReport", "Violation", "explore"]
+
+EXPECTED_MOVES = frozenset(
+    [
+        "Admit",
+        "Dispatch",
+        "Complete",
+        "Publish",
+        "Release",
+        "Fork",
+        "Truncate",
+        "Evict",
+        "Reset",
+        "Abort",
+        "AdvanceGeneration",
+    ]
+)
+EXPECTED_REFUSALS = frozenset(
+    [
+        "append_out_of_order",
+        "double_release",
+        "duplicate_transaction_id",
+        "evict_live_block",
+        "fork_of_unpublished_state",
+        "internal_node_evicted",
+        "locked_leaf_evicted",
+        "malformed_command",
+        "namespace_generation_mismatch",
+        "out_of_memory",
+        "outside_request_context",
+        "request_in_flight",
+        "reset_with_live_references",
+        "root_evicted",
+        "stale_namespace_generation",
+        "stale_request_generation",
+        "stale_tree_version",
+        "step_out_of_order",
+        "truncate_beyond_length",
+        "unknown_transaction",
+    ]
+)
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """What is wrong, and the shortest way there."""
+
+    what: str
+    trace: tuple[Command, ...]
+
+
+class CheckReport(msgspec.Struct, frozen=True):
+    """`complete`: the whole state space within the bounds was seen."""
+
+    bounds: Bounds
+    states: int
+    transitions: int
+    depth: int
+    complete: bool
+    moves: dict[str, int]
+    refusals: dict[str, int]
+    violations: tuple[Violation, ...]
+
+    def document(self) -> dict[str, Any]:
+        """Checks as `--json` prints them."""
+        missing_moves = sorted(EXPECTED_MOVES - set(self.moves))
+        missing = sorted(EXPECTED_REFUSALS - set(self.refusals))
+        checks = [
+            ("state_space_complete", self.complete, self.states, f"depth {self.depth}"),
+            ("no_violation", not self.violations, len(self.violations), self._first_violation()),
+            ("every_transition_occurs", not missing_moves, len(self.moves), ", ".join(missing_moves)),
+            ("every_refusal_occurs", not missing, len(self.refusals), ", ".join(missing)),
+        ]
+        listed = [{"name": n, "ok": ok, "value": value, "detail": detail} for n, ok, value, detail in checks]
+        figures = {"states": self.states, "transitions": self.transitions, "depth": self.depth}
+        counts = {"moves": self.moves, "refusals": self.refusals}
+        bounds = msgspec.to_builtins(self.bounds)
+        return {
+            "ok": all(check[1] for check in checks),
+            "checks": listed,
+            **figures,
+            **counts,
+            "bounds": bounds,
+        }
+
+    def text(self) -> str:
+        """Figures, one a line."""
+        lines = [f"{self.states} states, {self.transitions} transitions, depth {self.depth}"]
+        lines += [f"  {name} {count}" for name, count in sorted(self.moves.items())]
+        lines += [f"  refused {name} {count}" for name, count in sorted(self.refusals.items())]
+        lines.append(self._first_violation() or "no violation")
+        return "\n".join(lines)
+
+    def _first_violation(self) -> str:
+        if not self.violations:
+            return ""
+        first = self.violations[0]
+        return "\n  ".join([first.what, *[repr(command) for command in first.trace]])
+
+
+class _Search:
+    """Visited states with the move that first led to each."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        groups = (GroupSpec("pairs", 2, bounds.blocks), GroupSpec("singles", 1, bounds.singles))
+        self.bounds = bounds
+        self.genesis = Genesis(WORLD, groups, bounds.requests, bounds.longest, "model")
+        self.arena = Arena(self.genesis)
+        self.known: set[int] = set()
+        self.came: list[tuple[int, Command]] = []
+        self.moves: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.transitions = 0
+
+    def trace(self, at: int, *last: Command) -> tuple[Command, ...]:
+        """Commands from the empty ledger to a state, and those after it."""
+        back: list[Command] = []
+        while at:
+            at, command = self.came[at]
+            back.append(command)
+        return (self.genesis, *back[::-1], *last)
+
+    def visit(self, before: int, command: Command, layer: list[tuple[int, Snapshot]]) -> str:
+        """Keeps the arena's state if it is new; what is wrong with it."""
+        key = hash(canonical_key(self.arena.state))
+        if key in self.known:
+            return ""
+        self.known.add(key)
+        self.came.append((before, command))
+        layer.append((len(self.came) - 1, self.arena.take()))
+        try:
+            audit(self.arena.ledger)
+        except AuditViolation as violation:
+            return str(violation)
+        return ""
+
+
+def explore(bounds: Bounds, most_states: int = 1_000_000) -> CheckReport:
+    """Visits every state within the bounds, or stops at the first violation or after `most_states`."""
+    search = _Search(bounds)
+    layer: list[tuple[int, Snapshot]] = []
+    wrong: Violation | None = None
+    found = search.visit(0, search.genesis, layer)
+    if found:
+        wrong = Violation(found, search.trace(0))
+    depth = 0
+    while layer and wrong is None and len(search.came) < most_states:
+        deeper: list[tuple[int, Snapshot]] = []
+        for at, snapshot in layer:
+            wrong = _expand(search, at, snapshot, deeper)
+            if wrong is not None:
+                break
+        layer = deeper
+        depth += bool(deeper)
+    return CheckReport(
+        bounds=bounds,
+        states=len(search.came),
+        transitions=search.transitions,
+        depth=depth,
+        complete=not layer and wrong is None,
+        moves=dict(search.moves),
+        refusals=dict(search.refusals),
+        violations=() if wrong is None else (wrong,),
+    )
+
+
+def _expand(
+    search: _Search, at: int, snapshot: Snapshot, deeper: list[tuple[int, Snapshot]]
+) -> Violation | None:
+    """Tries every probe and every move from one state; the first violation."""
+    arena = search.arena
+    arena.restore(snapshot)
+    for command, refusals in list(probes(arena.ledger)):
+        wrong = _probe(search, command, refusals)
+        if wrong:
+            return Violation(wrong, search.trace(at, command))
+    for command in list(moves(arena.ledger, search.bounds)):
+        search.transitions += 1
+        before = arena.ledger.committed_digest, arena.ledger.machine_digest
+        try:
+            arena.ledger.apply(command)
+        except LedgerRefusal as refusal:
+            search.refusals[refusal.reason] += 1
+            if arena.state.sums.digests() != before:
+                return Violation("a refusal changed the state", search.trace(at, command))
+            continue
+        except Exception as error:  # noqa: BLE001 - any other failure of a commit is what is looked for
+            return Violation(f"{type(error).__name__}: {error}", search.trace(at, command))
+        search.moves[type(command).__name__] += 1
+        wrong = search.visit(at, command, deeper)
+        if wrong:
+            return Violation(wrong, search.trace(at, command))
+        arena.restore(snapshot)
+    return None
+
+
+def _probe(search: _Search, command: Command, refusals: tuple[type[LedgerRefusal], ...]) -> str:
+    ledger = search.arena.ledger
+    before = ledger.committed_digest, ledger.machine_digest
+    try:
+        ledger.apply(command)
+    except refusals as refusal:
+        search.refusals[refusal.reason] += 1
+        if search.arena.state.sums.digests() != before:
+            return "a refusal changed the state"
+        return ""
+    except LedgerRefusal as refusal:
+        return f"refused as {refusal.reason}, expected {[kind.reason for kind in refusals]}"
+    return f"accepted, expected {[kind.reason for kind in refusals]}"

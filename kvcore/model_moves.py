@@ -1,0 +1,211 @@
+"""Moves of the bounded check: every command a tiny ledger could be given next, and commands it must refuse.
+
+Invariant: moves are made from the ledger's own views, so they name current handles; probes are wrong in exactly one
+way each and name the refusal they must meet. Order is fixed by the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from . import errors, loops
+from .commands import (
+    Abort,
+    Admit,
+    AdvanceGeneration,
+    Command,
+    Complete,
+    Dispatch,
+    Evict,
+    Fork,
+    NodeHandle,
+    Publish,
+    Release,
+    RequestHandle,
+    Reset,
+    RowSpan,
+    Scope,
+    Truncate,
+)
+from .errors import LedgerRefusal
+from .ledger import Ledger
+
+NAMESPACE, WORLD = "a", b"w"
+Probe = tuple[Command, tuple[type[LedgerRefusal], ...]]
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """How small the ledger is. Two groups: pairs of rows (`blocks` blocks) and single rows (`singles` blocks)."""
+
+    blocks: int = 3
+    singles: int = 5
+    requests: int = 2
+    longest: int = 4
+    floors: int = 2
+    prompts: tuple[tuple[int, ...], ...] = ((0, 0, 0), (0, 1))
+
+
+class Running(msgspec.Struct):
+    """What moves need to know of one request."""
+
+    handle: RequestHandle
+    slot: int
+    valid: int
+    known: int
+    step: int
+    transaction: int
+    ending: bool
+
+
+def running(ledger: Ledger) -> list[Running]:
+    """Requests by slot."""
+    found = []
+    for slot, record in enumerate(ledger.state.requests.records.cells.tolist()):
+        if record[loops.ACTIVE]:
+            handle = RequestHandle(slot, record[loops.SLOT_GENERATION])
+            known, valid = record[loops.NUM_TOKENS], record[loops.VALID]
+            step, transaction = record[loops.FLIGHT_STEP] - 1, record[loops.TRANSACTION] - 1
+            open_ = transaction if not record[loops.DISPATCHED] else -1
+            found.append(Running(handle, slot, valid, known, step, open_, record[loops.ENDING] != 0))
+    return found
+
+
+def moves(ledger: Ledger, bounds: Bounds) -> Iterator[Command]:
+    """Every command to try; some will be refused for lack of room, which is a move too."""
+    state, requests = ledger.state, running(ledger)
+    floor = ledger.floor(NAMESPACE)
+    scope = Scope(NAMESPACE, floor, WORLD)
+    leaves = tuple([leaf.handle for leaf in ledger.evictable_leaves()])
+    if len(requests) < bounds.requests:
+        for prompt in bounds.prompts:
+            for evict in ((), leaves) if leaves else ((),):
+                yield admit(ledger, scope, prompt, evict)
+    yield from _dispatches(ledger, requests, leaves, bounds)
+    for step in sorted({request.step for request in requests if request.step >= 0}):
+        yield from _completions(ledger, step, bounds)
+    for request in requests:
+        if not request.ending:
+            yield Release(request.handle, "cancel")
+            for count in {request.known - 1, request.valid - 1} - {0, -1}:
+                yield Truncate(request.handle, count)
+        if request.valid > 1 and floor == int(_generation(ledger, request)):
+            yield Publish((request.handle,))
+        if request.step < 0 and request.valid and len(requests) < bounds.requests:
+            yield Fork(request.handle, 1)
+        if request.transaction >= 0:
+            yield Abort(request.transaction)
+    for leaf in leaves:
+        yield Evict((leaf,))
+    if state.tree.roots:
+        yield Reset(scope)
+    if floor < bounds.floors:
+        yield AdvanceGeneration(NAMESPACE, floor + 1)
+
+
+def admit(ledger: Ledger, scope: Scope, prompt: tuple[int, ...], evict: tuple[NodeHandle, ...] = ()) -> Admit:
+    """An admission under the next transaction id."""
+    tokens = np.array(prompt, dtype="<i4").tobytes()
+    return Admit(ledger.state.last_transaction + 1, scope, tokens, True, evict)
+
+
+def _generation(ledger: Ledger, request: Running) -> int:
+    return ledger.request(request.handle).scope.generation
+
+
+def _dispatches(
+    ledger: Ledger, requests: list[Running], leaves: tuple[NodeHandle, ...], bounds: Bounds
+) -> Iterator[Command]:
+    step = ledger.state.last_step + 1
+    rows = [
+        RowSpan(r.handle, r.valid, min(r.known, bounds.longest) - r.valid)
+        for r in requests
+        if r.step < 0 and r.valid < min(r.known, bounds.longest)
+    ]
+    for row in rows:
+        yield Dispatch(step, (row,))
+        if row.count > 1:
+            yield Dispatch(step, (RowSpan(row.request, row.start, 1),))
+        if leaves:
+            yield Dispatch(step, (row,), leaves)
+    if len(rows) > 1:
+        yield Dispatch(step, tuple(rows))
+
+
+def _completions(ledger: Ledger, step: int, bounds: Bounds) -> Iterator[Command]:
+    cells = ledger.state.requests.records.cells
+    slots = ledger.state.flights[step].tolist()
+    ends = [int(cells[slot, loops.VALID] + cells[slot, loops.FLIGHT_COUNT]) for slot in slots]
+    whole = [end == int(cells[slot, loops.NUM_TOKENS]) for slot, end in zip(slots, ends, strict=True)]
+    sampling = tuple([index for index, at_end in enumerate(whole) if at_end and ends[index] < bounds.longest])
+    yield Complete(step)
+    if sampling:
+        yield Complete(step, tuple([(index, 0) for index in sampling]))
+    for index in range(len(slots)):
+        yield Complete(step, (), (index,))
+
+
+def probes(ledger: Ledger) -> Iterator[Probe]:
+    """Commands that must be refused now, with the refusals that may meet them."""
+    state, requests = ledger.state, running(ledger)
+    floor = ledger.floor(NAMESPACE)
+    scope = Scope(NAMESPACE, floor, WORLD)
+    step = state.last_step + 1
+    yield Complete(step), (errors.StepOutOfOrder,)
+    yield Evict((NodeHandle(0, 0),)), (errors.RootEvicted,)
+    yield Abort(state.last_transaction + 1), (errors.UnknownTransaction,)
+    if floor:
+        yield AdvanceGeneration(NAMESPACE, floor), (errors.NamespaceGenerationMismatch,)
+        yield admit(ledger, Scope(NAMESPACE, floor - 1, WORLD), (0,)), (errors.StaleNamespaceGeneration,)
+    if state.last_transaction >= 0:
+        again = Admit(state.last_transaction, scope, bytes(4))
+        yield again, (errors.DuplicateTransactionId,)
+    for slot, record in enumerate(state.requests.records.cells.tolist()):
+        yield from _slot_probes(slot, record, step)
+    for request in requests:
+        yield from _request_probes(state.last_step, request)
+    yield from _node_probes(ledger)
+
+
+def _slot_probes(slot: int, record: list[int], step: int) -> Iterator[Probe]:
+    """Handles that were good once: of the request before this one, or of one that ended."""
+    current = record[loops.SLOT_GENERATION]
+    stale = RequestHandle(slot, current - 1 if record[loops.ACTIVE] else current)
+    refusals = (errors.StaleRequestGeneration,)
+    yield Dispatch(step, (RowSpan(stale, 0, 1),)), refusals
+    yield Publish((stale,)), refusals
+    yield Fork(stale, 1), refusals
+    yield Truncate(stale, 1), refusals
+    yield Release(stale, "cancel"), (*refusals, errors.DoubleRelease)
+
+
+def _request_probes(last_step: int, request: Running) -> Iterator[Probe]:
+    step, handle, valid = last_step + 1, request.handle, request.valid
+    if request.step >= 0:
+        yield Dispatch(step, (RowSpan(handle, valid, 1),)), (errors.RequestInFlight,)
+        yield Fork(handle, 1), (errors.ForkOfUnpublishedState, errors.StaleNamespaceGeneration)
+        yield Complete(request.step, ((9, 0),)), (errors.MalformedCommand,)
+    else:
+        yield Dispatch(step, (RowSpan(handle, valid + 1, 1),)), (errors.AppendOutOfOrder,)
+        yield (
+            Dispatch(step, (RowSpan(handle, valid, request.known - valid + 1),)),
+            (errors.OutsideRequestContext,),
+        )
+    if request.ending:
+        yield Release(handle, "cancel"), (errors.DoubleRelease,)
+    else:
+        yield Truncate(handle, request.known + 1), (errors.TruncateBeyondLength,)
+
+
+def _node_probes(ledger: Ledger) -> Iterator[Probe]:
+    tree = ledger.state.tree
+    for scope_id in sorted(tree.roots):
+        for node in tree.subtree(scope_id):
+            handle = NodeHandle(node, int(tree.generation.array[node]))
+            yield Evict((NodeHandle(node, handle.generation + 1),)), (errors.StaleTreeVersion,)
+            if tree.num_children[node]:
+                yield Evict((handle,)), (errors.InternalNodeEvicted,)
+            elif tree.lock(node):
+                yield Evict((handle,)), (errors.LockedLeafEvicted,)
