@@ -121,12 +121,14 @@ def test_without_a_lease_nothing_is_admitted(replica: Replica) -> None:
         {"cluster_id": "another"},
         {"store_epoch": "earlier"},
         {"audience": "gateway"},
-        {"expires_at": time.time() - 60},
-        {"issued_at": time.time() + 600},
+        {"expires_at": -60.0},
+        {"issued_at": 600.0},
     ],
 )
 def test_a_grant_that_does_not_hold_is_refused_first(replica: Replica, changes: dict[str, Any]) -> None:
-    assert kind(replica, request(grant(**changes), incarnation="replica-0-before")) == "not_authorized"
+    now_s = time.time()
+    fields = {name: now_s + value if isinstance(value, float) else value for name, value in changes.items()}
+    assert kind(replica, request(grant(**fields), incarnation="replica-0-before")) == "not_authorized"
 
 
 def test_an_edited_grant_is_refused(replica: Replica) -> None:
