@@ -75,7 +75,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         16
     )
     pool_tokens: Annotated[int, _bounded("tokens", "K/V pool of each rank.", 256, 1 << 24)] = 8192
-    max_model_len: Annotated[int, _bounded("tokens", "Longest prompt plus reply.", 32, 1 << 20)] = 4096
+    max_model_len: Annotated[
+        int, _bounded("tokens", "Longest prompt plus reply; prompts stay under 100 kB.", 32, 24576)
+    ] = 4096
     max_requests: Annotated[int, _bounded("requests", "Requests that run at once.", 1, 1024)] = 16
     prefill_chunk_tokens: Annotated[
         int, _bounded("tokens", "Most prompt tokens of one request per step.", 16, 8192)
