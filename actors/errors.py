@@ -61,16 +61,34 @@ class TransportClosed(ActorError):
 
 
 class NoRoom(ActorError):
-    """The pool cannot give the blocks now; nothing was reserved or evicted. The scheduler waits or preempts."""
+    """The blocks cannot be given now; nothing was reserved or evicted. The scheduler waits or preempts.
+
+    ``namespace``: whose own ceiling is in the way; ``None``: the pool is.
+    """
 
     kind = "out_of_memory"
 
-    def __init__(self, missing_blocks: int, evictable_blocks: int) -> None:
-        super().__init__(f"{missing_blocks} blocks are missing, {evictable_blocks} can be evicted")
+    def __init__(self, missing_blocks: int, evictable_blocks: int, namespace: str | None = None) -> None:
+        where = "the pool" if namespace is None else f"the share of {namespace}"
+        super().__init__(f"{missing_blocks} blocks are missing in {where}, {evictable_blocks} can be evicted")
         self.missing_blocks, self.evictable_blocks = missing_blocks, evictable_blocks
+        self.namespace = namespace
 
 
 class NamespaceRevoked(ActorError):
     """The request's namespace generation has been revoked; nothing was admitted."""
 
     kind = "namespace_revoked"
+
+
+class PoolAllotted(ActorError):
+    """Strict isolation has no share left for a namespace that asks for the first time; nothing was admitted."""
+
+    kind = "pool_allotted"
+
+    def __init__(self, share_blocks: int, left_blocks: int) -> None:
+        super().__init__(f"a namespace's share is {share_blocks} blocks, {left_blocks} of the pool are left")
+        self.share_blocks, self.left_blocks = share_blocks, left_blocks
+
+    def __reduce__(self) -> tuple[type[PoolAllotted], tuple[int, int]]:
+        return type(self), (self.share_blocks, self.left_blocks)

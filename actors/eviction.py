@@ -1,69 +1,335 @@
-"""Least recently used eviction beside the scheduler.
+"""Which cached edges make room: every candidate kept from receipts, chosen by a policy, within the namespaces' shares.
 
-Owns recency, nothing else: the ledger says which leaves may go, this policy says in which order, and every ledger
-checks the decision again (K045, K122). Recency is kept per block, so that a split edge needs no bookkeeping; an edge
-is as recent as its most recent block.
+Owns the candidate queues and what was told to the policies, none of the ledger's facts: each is asked again before an edge
+is named, and every ledger checks the names (K045, K122). Policies judge an edge by its first block, which is used whenever
+any part of the edge is. Invariant: every edge that ``Ledger.evictable_leaves`` would list is in its namespace's queue.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
+from functools import partial
+from heapq import heapify, heappop, heapreplace
 
 import msgspec
 import numpy as np
 
 from copyhold.kvcore.commands import NodeHandle
+from copyhold.kvcore.errors import StaleTreeVersion
 from copyhold.kvcore.ledger import Ledger
+
+from .errors import NoRoom
+from .leaf_queue import LeafQueue, Lowest
+from .policies import Policy, Worth
+from .retention import Lifetimes, Prioritized, Retention, RetentionLimits
+from .shares import Shares
+
+Queue = LeafQueue[NodeHandle]
+MakePolicy = Callable[[int, int], Policy]
+"""(units, capacity in units) -> a new policy."""
 
 
 class Victims(msgspec.Struct, frozen=True):
-    """Edges to evict, children before parents, and the blocks that frees (at least what was asked, if possible)."""
+    """Edges to evict, children before parents, and the blocks that frees in each namespace."""
 
     nodes: tuple[NodeHandle, ...] = ()
-    freed_blocks: int = 0
+    freed_by_namespace: Mapping[str, int] = {}
+    namespaces: tuple[str, ...] = ()
+    blocks: tuple[np.ndarray, ...] = ()
+
+    @property
+    def freed_blocks(self) -> int:
+        return sum(self.freed_by_namespace.values())
 
 
-class LruEviction:
-    """Chooses unlocked leaf edges, oldest first; ties break by node number, so equal histories choose alike."""
+class EvictionReport(msgspec.Struct, frozen=True):
+    """More than a hit rate (K199): what the cache of one replica saved, holds and threw away; blocks and tokens."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._tick = 0
-        self._last_use = np.zeros(num_blocks, dtype=np.int64)
+    cached_tokens: int
+    prompt_tokens: int
+    published_blocks: int
+    refused_blocks: int
+    evicted_blocks: int
+    evicted_unused_blocks: int
+    expired_blocks: int
+    pinned_blocks: int
 
-    def touch(self, block_ids: Iterable[int] | np.ndarray) -> None:
-        """These blocks were just read or written by an admitted request."""
-        self._tick += 1
-        self._last_use[np.asarray(block_ids, dtype=np.int64)] = self._tick
 
-    def choose(self, ledger: Ledger, needed_blocks: int, protected: frozenset[NodeHandle]) -> Victims:
-        """Whole edges that free at least ``needed_blocks``; fewer when the pool has no more to give.
+class Evictor:
+    """One pool's choices. With strict isolation every namespace has a policy, and thereby a clock, of its own."""
 
-        ``protected`` edges (a path about to be leased) are never chosen.
+    def __init__(
+        self,
+        ledger: Ledger,
+        num_blocks: int,
+        shares: Shares,
+        make_policy: MakePolicy,
+        limits: RetentionLimits,
+    ) -> None:
+        self._ledger = ledger
+        self._shares = shares
+        self._limits = limits
+        self._make = partial(make_policy, num_blocks)
+        self._num_blocks = num_blocks
+        self._priority = np.zeros(num_blocks, dtype=np.int64)
+        self._lifetimes = Lifetimes(num_blocks)
+        self._hit = np.zeros(num_blocks, dtype=np.bool_)
+        self._common: Policy | None = None
+        self._policies: dict[str, Policy] = {}
+        self._queues: dict[str, Queue] = {}
+        self._gone: dict[int, int] = {}
+        self._pinned: dict[str, int] = {}
+        self._counts: dict[str, int] = dict.fromkeys(EvictionReport.__struct_fields__, 0)
+
+    # -- what happened ------------------------------------------------------------------------------------------
+
+    def admitted(
+        self, namespace: str, prompt_tokens: int, blocks: np.ndarray, asked: Retention, now_s: float
+    ) -> None:
+        """An authorized lookup hit these blocks, root side first; the whole path is used (K124, K197)."""
+        self._counts["prompt_tokens"] += prompt_tokens
+        self._counts["cached_tokens"] += len(blocks) * self._ledger.state.block_size
+        if len(blocks):
+            self._hit[blocks] = True
+            self.policy_of(namespace).touched(blocks)
+            self._lifetimes.extend(blocks, _until(asked, now_s))
+
+    def worth_publishing(self, namespace: str, first_page: int, blocks: int, asked: Retention) -> bool:
+        """The same test as eviction (K196): False where the pool is scarce and a newcomer would be its next victim."""
+        if asked.priority or self._shares.room(namespace, self._ledger.gauge().free) > self._num_blocks // 16:
+            return True
+        names = [namespace] if self._shares.strict else list(self._queues)
+        found = [self._queue(name).lowest() for name in names]
+        worths = [lowest.worth for lowest in found if lowest is not None]
+        kept = not worths or self.policy_of(namespace).newcomer(first_page) >= min(worths)
+        if not kept:
+            self._counts["refused_blocks"] += blocks
+        return kept
+
+    def published(
+        self,
+        namespace: str,
+        path: tuple[NodeHandle, ...],
+        first_page: int,
+        blocks: np.ndarray,
+        asked: Retention,
+        now_s: float,
+    ) -> None:
+        """``blocks`` are new in the index from page ``first_page`` on; ``path`` is what the request leases now."""
+        if len(blocks) == 0:
+            return
+        priority = asked.priority
+        if priority and self.pinned_blocks(namespace) + len(blocks) > self._limits.pin_blocks:
+            priority = 0
+        self._priority[blocks] = priority
+        if priority:
+            self._pinned[namespace] = self.pinned_blocks(namespace) + len(blocks)
+        self._hit[blocks] = False
+        self._counts["published_blocks"] += len(blocks)
+        until_s = _until(asked, now_s)
+        self._lifetimes.start(blocks, until_s)
+        self._lifetimes.watch(path[-1], until_s)
+        self.policy_of(namespace).published(blocks, first_page, self._prints(blocks))
+
+    def released(self, namespace: str, terminal: NodeHandle | None, blocks: np.ndarray) -> None:
+        """A request gave back its path, which ended at ``terminal``; ``blocks`` are those of its table in the index."""
+        self.policy_of(namespace).held(blocks)
+        if terminal is not None:
+            self._queue(namespace).push(terminal)
+
+    def evicted(self, victims: Victims) -> None:
+        """The ledger carried out a choice."""
+        for namespace, blocks in victims.freed_by_namespace.items():
+            self._shares.give_back(namespace, blocks)
+        self._counts["evicted_blocks"] += victims.freed_blocks
+        for namespace, blocks in zip(victims.namespaces, victims.blocks, strict=True):
+            self._counts["evicted_unused_blocks"] += int(np.count_nonzero(~self._hit[blocks]))
+            pinned = int(np.count_nonzero(self._priority[blocks]))
+            if pinned:
+                self._pinned[namespace] = self.pinned_blocks(namespace) - pinned
+            policy = self.policy_of(namespace)
+            for block in blocks.tolist():
+                policy.freed(block)
+
+    def dropped(self, namespace: str, freed_blocks: int) -> None:
+        """The namespace's floor rose: its roots are gone."""
+        self._shares.give_back(namespace, freed_blocks)
+        self._pinned.pop(namespace, None)
+
+    # -- choices ------------------------------------------------------------------------------------------------
+
+    def choose(self, needs: Mapping[str, int], protected: frozenset[NodeHandle] = frozenset()) -> Victims:
+        """Whole edges to evict so that each namespace gets the blocks it needs; ``protected`` ones stay.
+
+        Raises: ``NoRoom``, with the namespace whose own ceiling is in the way, if one is; nothing changed.
         """
-        candidates = [
-            (self._recency(leaf.blocks), leaf.handle.node, leaf.handle, leaf.parent, len(leaf.blocks))
-            for leaf in ledger.evictable_leaves()
-            if leaf.handle not in protected
-        ]
-        heapq.heapify(candidates)
-        nodes: list[NodeHandle] = []
-        children_gone: Counter[int] = Counter()
-        freed_blocks = 0
-        while candidates and freed_blocks < needed_blocks:
-            _, _, handle, parent, blocks = heapq.heappop(candidates)
-            nodes.append(handle)
-            freed_blocks += blocks
-            if parent.node == 0:
-                continue
-            children_gone[parent.node] += 1
-            view = ledger.node(parent)
-            exposed = children_gone[parent.node] == view.num_children and view.leases == 0
-            if exposed and parent not in protected:
-                entry = (self._recency(view.blocks), parent.node, parent, view.parent, len(view.blocks))
-                heapq.heappush(candidates, entry)
-        return Victims(tuple(nodes), freed_blocks)
+        free = self._ledger.gauge().free
+        choice = _Choice(self, protected)
+        try:
+            for namespace, needed in needs.items():
+                over = self._shares.above_ceiling(namespace, needed)
+                if over and choice.take({namespace: self._num_blocks}, over) < over:
+                    raise NoRoom(over, choice.freed_blocks, namespace)
+            missing = sum(needs.values()) - free - choice.freed_blocks
+            if missing > 0:
+                spare = {name: self._shares.above_floor(name) for name in self._queues}
+                spare.update(dict.fromkeys(needs, self._num_blocks))
+                freed = choice.take(spare, missing)
+                if freed < missing:
+                    raise NoRoom(missing, freed)
+            return choice.victims()
+        finally:
+            choice.close()
 
-    def _recency(self, blocks: np.ndarray) -> int:
-        return int(self._last_use[blocks].max())
+    def expired(self, now_s: float) -> Victims:
+        """Edges whose time is over, descendants first; those in use are looked at again later."""
+        choice = _Choice(self, frozenset())
+        try:
+            for node in self._lifetimes.take_due(now_s):
+                choice.take_expired(node, now_s)
+            victims = choice.victims()
+        finally:
+            choice.close()
+        self._counts["expired_blocks"] += victims.freed_blocks
+        return victims
+
+    def pinned_blocks(self, namespace: str) -> int:
+        """Blocks of the namespace that are kept with a priority above 0."""
+        return self._pinned.get(namespace, 0)
+
+    def worth_of(self, namespace: str, block: int) -> Worth:
+        """What the policy thinks of an edge that begins with ``block``."""
+        policy = self.policy_of(namespace)
+        return policy.worth(policy.lane(block), policy.key(block))
+
+    def candidates(self) -> set[NodeHandle]:
+        """Every queued edge, out-of-date ones included."""
+        return {node for queue in self._queues.values() for node in queue}
+
+    def report(self) -> EvictionReport:
+        """Counts since the start, and what is pinned now."""
+        return EvictionReport(**{**self._counts, "pinned_blocks": sum(self._pinned.values())})
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def policy_of(self, namespace: str) -> Policy:
+        """The policy that judges a namespace's edges."""
+        if not self._shares.strict:
+            if self._common is None:
+                self._common = Prioritized(self._make(self._num_blocks), self._priority)
+            return self._common
+        policy = self._policies.get(namespace)
+        if policy is None:
+            own = self._make(self._shares.ceiling(namespace))
+            policy = self._policies[namespace] = Prioritized(own, self._priority)
+        return policy
+
+    def _queue(self, namespace: str) -> Queue:
+        queue = self._queues.get(namespace)
+        if queue is None:
+            queue = self._queues[namespace] = LeafQueue(self.policy_of(namespace), self._exposed)
+        return queue
+
+    def _prints(self, blocks: np.ndarray) -> np.ndarray:
+        """The ledger's fingerprints of the prefixes that end with these blocks, uint64."""
+        return self._ledger.state.pools[0].entry.array[blocks].view(np.uint64)
+
+    def _exposed(self, node: NodeHandle) -> int | None:
+        """The first block of an edge that could go now, given what the running choice has taken."""
+        try:
+            view = self._ledger.node(node)
+        except StaleTreeVersion:
+            return None
+        if view.leases or view.num_children - self._gone.get(node.node, 0):
+            return None
+        return int(view.blocks[0])
+
+
+class _Choice:
+    """One choice in the making: what it takes counts as gone until it is closed; nothing outside it changes."""
+
+    def __init__(self, evictor: Evictor, protected: frozenset[NodeHandle]) -> None:
+        self._evictor = evictor
+        self._protected = protected
+        self._set_aside: list[tuple[Queue, NodeHandle]] = []
+        self._nodes: list[NodeHandle] = []
+        self._namespaces: list[str] = []
+        self._blocks: list[np.ndarray] = []
+        self._freed: dict[str, int] = {}
+
+    @property
+    def freed_blocks(self) -> int:
+        return sum(self._freed.values())
+
+    def victims(self) -> Victims:
+        return Victims(tuple(self._nodes), dict(self._freed), tuple(self._namespaces), tuple(self._blocks))
+
+    def take(self, spare: Mapping[str, int], needed: int) -> int:
+        """Take least worth edges from the namespaces, at most ``spare`` blocks of each; the blocks that frees."""
+        freed = 0
+        heads = [head for name in spare if (head := self._head(name)) is not None]
+        heapify(heads)
+        while heads and freed < needed:
+            _, name, lowest = heads[0]
+            blocks = len(self._evictor._ledger.node(lowest.node).blocks)
+            if self._freed.get(name, 0) + blocks > spare[name]:
+                heappop(heads)
+                continue
+            self._remove(name, lowest.node)
+            freed += blocks
+            head = self._head(name)
+            if head is None:
+                heappop(heads)
+            else:
+                heapreplace(heads, head)
+        return freed
+
+    def take_expired(self, node: NodeHandle, now_s: float) -> None:
+        """Take an edge whose time is over and, then, ancestors that it exposes and whose time is over too."""
+        lifetimes, ledger = self._evictor._lifetimes, self._evictor._ledger
+        while node.node:
+            try:
+                view = ledger.node(node)
+            except StaleTreeVersion:
+                return
+            block = int(view.blocks[0])
+            if self._evictor._exposed(node) is None or not lifetimes.over(block, now_s):
+                lifetimes.watch_again(node, now_s, lifetimes.until_s(block))
+                return
+            if node not in self._nodes:
+                self._remove(view.scope.namespace, node)
+            node = view.parent
+
+    def close(self) -> None:
+        """Forget what was taken: if the ledger carries it out, the entries put back are stale and vanish."""
+        self._evictor._gone.clear()
+        for queue, node in self._set_aside:
+            queue.push(node)
+
+    def _head(self, name: str) -> tuple[Worth, str, Lowest[NodeHandle]] | None:
+        queue = self._evictor._queue(name)
+        while True:
+            lowest = queue.lowest()
+            if lowest is None:
+                return None
+            if lowest.node not in self._protected:
+                return lowest.worth, name, lowest
+            queue.take(lowest.node)
+            self._set_aside.append((queue, lowest.node))
+
+    def _remove(self, name: str, node: NodeHandle) -> None:
+        queue, view = self._evictor._queue(name), self._evictor._ledger.node(node)
+        queue.take(node)
+        self._set_aside.append((queue, node))
+        self._nodes.append(node)
+        self._namespaces.append(name)
+        self._blocks.append(view.blocks)
+        self._freed[name] = self._freed.get(name, 0) + len(view.blocks)
+        if view.parent.node:
+            gone = self._evictor._gone
+            gone[view.parent.node] = gone.get(view.parent.node, 0) + 1
+            queue.push(view.parent)
+
+
+def _until(asked: Retention, now_s: float) -> float:
+    return np.inf if asked.ttl_s is None else now_s + asked.ttl_s

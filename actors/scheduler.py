@@ -2,7 +2,7 @@
 
 Owns the order of work of one replica and nothing of its state: every fact about blocks, rows and prefixes is asked of the
 ledger, every change is a command applied here first and sent to the ranks with the next plan. Policy (FIFO admission,
-LRU eviction, preemption of the youngest) lives here, outside the ledger (K191, K231).
+preemption of the youngest; eviction, shares and lifetimes in modules of their own) is outside the ledger (K191, K231).
 
 Invariants: the commands of consecutive plans are one gapless log; a request's tokens reach its sink only in
 ``complete``, after every rank's digest and sampled tokens matched; a request below its namespace's floor is never
@@ -11,8 +11,9 @@ published.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -26,20 +27,28 @@ from copyhold.kvcore.commands import (
     Dispatch,
     Evict,
     Genesis,
-    NodeHandle,
     Publish,
     Release,
     RequestHandle,
     RowSpan,
 )
 from copyhold.kvcore.ledger import Ledger
-from copyhold.kvcore.receipts import AdmitReceipt, PublicationReceipt, ReleaseReceipt
+from copyhold.kvcore.receipts import (
+    AdmitReceipt,
+    AdvanceReceipt,
+    EvictReceipt,
+    PublicationReceipt,
+    PublishedPath,
+    ReleaseReceipt,
+)
 
 from .agreement import Agreement
+from .cache_settings import DEFAULT_CACHE, CacheSettings
 from .errors import InvalidRequest, NamespaceRevoked, NoRoom, RanksDiffer
-from .eviction import LruEviction
+from .eviction import EvictionReport, Evictor, Victims
 from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
 from .plan import Draw, KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
+from .shares import Shares
 from .submission import Entry, Submission, first_receipt
 
 _R = TypeVar("_R")
@@ -78,14 +87,20 @@ class Scheduler:
         genesis: Genesis,
         budget: StepBudget,
         on_publication: Callable[[Entry, int, int], None] | None = None,
+        cache: CacheSettings = DEFAULT_CACHE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``clock``: seconds, for lifetimes of cached prefixes only."""
         group = genesis.groups[0]
         self._ledger = Ledger()
         self._genesis = genesis
         self._block_size = group.block_size
         self._num_blocks = group.num_blocks
         self._budget = budget
-        self._policy = LruEviction(group.num_blocks)
+        self._shares = Shares(cache.shares, group.num_blocks)
+        self._limits = cache.limits
+        self.evictor = Evictor(self._ledger, group.num_blocks, self._shares, cache.make_policy, cache.limits)
+        self._clock = clock
         self._on_publication = on_publication
         self._waiting: deque[Entry] = deque()
         self._running: list[Entry] = []
@@ -121,12 +136,19 @@ class Scheduler:
     def submit(self, submission: Submission, put: Callable[[StreamItem], None]) -> Entry:
         """Queue a verified request.
 
-        Raises: ``InvalidRequest`` (it can never be served), ``NamespaceRevoked``; nothing is kept then.
+        Raises: ``InvalidRequest`` (it can never be served, or asks for more than its namespace may), ``PoolAllotted``,
+        ``NamespaceRevoked``; nothing is kept then.
         """
         entry = Entry(submission, put)
         self._check(entry.prompt, submission.max_new_tokens)
         if self._below_floor(entry):
             raise NamespaceRevoked("the grant's generation has been revoked")
+        namespace, retention = submission.scope.namespace, submission.retention
+        prompt_blocks = len(entry.prompt) // self._block_size
+        self._limits.check(retention, prompt_blocks, self.evictor.pinned_blocks(namespace))
+        self._shares.admit_namespace(namespace)
+        total = len(entry.prompt) + submission.max_new_tokens
+        self._shares.check_fit(namespace, -(-(total - 1) // self._block_size))
         self._waiting.append(entry)
         return entry
 
@@ -142,10 +164,6 @@ class Scheduler:
                 f"prompt ({len(prompt)}) and max_tokens ({max_new_tokens}) exceed the context of "
                 f"{self._genesis.max_model_len} tokens",
                 "max_tokens",
-            )
-        if -(-(total - 1) // self._block_size) > self._num_blocks:
-            raise InvalidRequest(
-                f"{total} tokens can never fit the pool of {self._num_blocks} blocks", "prompt"
             )
 
     def cancel(self, entry: Entry) -> None:
@@ -168,7 +186,8 @@ class Scheduler:
         if generation > self._floors.get(namespace, 0):
             self._floors[namespace] = generation
             free_blocks = self._ledger.gauge().free
-            self._apply(AdvanceGeneration(namespace, generation))
+            receipt = self._apply(AdvanceGeneration(namespace, generation), AdvanceReceipt)
+            self.evictor.dropped(namespace, receipt.freed_blocks)
             facts = FloorFacts(generation, free_blocks, self._ledger.gauge().free)
             self._floor_facts[namespace] = facts
             for entry in [entry for entry in self._waiting if self._below_floor(entry)]:
@@ -199,6 +218,14 @@ class Scheduler:
             entry.end(failure)
         return ended
 
+    def cache_report(self) -> EvictionReport:
+        """What the cache saved, holds and threw away (K199)."""
+        return self.evictor.report()
+
+    def held_blocks(self) -> Mapping[str, int]:
+        """Blocks that each namespace's requests and index hold."""
+        return self._shares.all_held()
+
     def floor_facts(self) -> dict[str, FloorFacts]:
         """By namespace: the pool around its last rise of the floor."""
         return dict(self._floor_facts)
@@ -215,6 +242,7 @@ class Scheduler:
     def plan(self, purge: PurgeOrder | None = None, audit: KVAuditOrder | None = None) -> StepPlan | None:
         """The next message for every rank, or ``None`` when there is nothing to say."""
         self._end_on_demand()
+        self.evict(self.evictor.expired(self._clock()))
         self._admit_waiting()
         if purge is None and audit is None:
             self._dispatch()
@@ -289,59 +317,69 @@ class Scheduler:
     # -- admission ----------------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
-        while self._waiting and len(self._running) < self._genesis.max_requests:
-            entry = self._waiting[0]
-            tokens = entry.known_tokens()
-            probe = self._ledger.probe(entry.scope, tokens, entry.submission.lookup)
-            needed = -(-(len(tokens) // 4) // self._block_size) - len(probe.blocks)
-            try:
-                evict = self._room_for(needed, frozenset(probe.path))
-            except NoRoom:
-                if self._running:
-                    return
-                self._evict_unprotected(-(-len(tokens) // 4 // self._block_size))
+        """In order of arrival; who lacks room in its own share waits alone, who lacks it in the pool holds up all."""
+        held_up: set[str] = set()
+        for entry in list(self._waiting):
+            if len(self._running) >= self._genesis.max_requests:
+                return
+            if entry.scope.namespace in held_up:
                 continue
-            self._waiting.popleft()
-            self._transaction += 1
-            receipt: AdmitReceipt = self._apply(
-                Admit(self._transaction, entry.scope, tokens, entry.submission.lookup, evict), AdmitReceipt
-            )
-            self._start(entry, receipt)
+            try:
+                self._admit(entry)
+            except NoRoom as error:
+                if error.namespace is None:
+                    return
+                held_up.add(error.namespace)
+
+    def _admit(self, entry: Entry) -> None:
+        """Raises ``NoRoom``: some running request has to end first; nothing changed."""
+        tokens, namespace = entry.known_tokens(), entry.scope.namespace
+        probe = self._ledger.probe(entry.scope, tokens, entry.submission.lookup)
+        blocks = -(-(len(tokens) // 4) // self._block_size)
+        try:
+            victims = self.evictor.choose({namespace: blocks - len(probe.blocks)}, frozenset(probe.path))
+        except NoRoom as error:
+            if any(error.namespace in (None, other.scope.namespace) for other in self._running):
+                raise
+            # Nothing runs and the matched path itself is in the way (its last edge is longer than the match). Every
+            # block in question is free or evictable then, and ``submit`` checked that the request can be held.
+            self.evict(self.evictor.choose({namespace: blocks}))
+            self._admit(entry)
+            return
+        self._waiting.remove(entry)
+        self._transaction += 1
+        receipt: AdmitReceipt = self._apply(
+            Admit(self._transaction, entry.scope, tokens, entry.submission.lookup, victims.nodes),
+            AdmitReceipt,
+        )
+        self.evictor.evicted(victims)
+        self._shares.take(namespace, len(receipt.new_blocks))
+        self._start(entry, receipt)
 
     def _start(self, entry: Entry, receipt: AdmitReceipt) -> None:
         entry.handle = receipt.request
         entry.valid_rows = receipt.match.runtime
         entry.published_blocks = receipt.match.runtime // self._block_size
+        entry.terminal = receipt.path[-1] if receipt.path else None
         self._running.append(entry)
-        self._policy.touch(self._table(entry))
+        self.evictor.admitted(
+            entry.scope.namespace,
+            receipt.match.prompt,
+            self._table(entry)[: entry.published_blocks],
+            entry.submission.retention,
+            self._clock(),
+        )
         if entry.receipt is None:
             self.admitted_requests += 1
             self.cached_tokens += receipt.match.runtime
             entry.receipt = first_receipt(entry.submission, receipt.match, self._block_size)
             entry.put(Admitted(entry.receipt))
 
-    def _room_for(self, needed_blocks: int, protected: frozenset[NodeHandle]) -> tuple[NodeHandle, ...]:
-        """Edges to evict so that ``needed_blocks`` are free. Raises ``NoRoom`` when the pool cannot give them now."""
-        gauge = self._ledger.gauge()
-        missing = needed_blocks - gauge.free
-        if missing <= 0:
-            return ()
-        if missing > gauge.evictable:
-            raise NoRoom(missing, gauge.evictable)
-        victims = self._policy.choose(self._ledger, missing, protected)
-        if victims.freed_blocks < missing:
-            raise NoRoom(missing, victims.freed_blocks)
-        return victims.nodes
-
-    def _evict_unprotected(self, needed_blocks: int) -> None:
-        """Nothing runs and the matched path itself is in the way (its last edge is longer than the match): let it go.
-
-        Every block is free or evictable then, and ``submit`` checked that the pool can hold the request.
-        """
-        missing = needed_blocks - self._ledger.gauge().free
-        victims = self._policy.choose(self._ledger, missing, frozenset())
-        assert victims.nodes, f"{missing} blocks are missing although nothing runs: {self._ledger.gauge()}"
-        self._apply(Evict(victims.nodes))
+    def evict(self, victims: Victims) -> None:
+        """Evict in a command of its own, if there is anything to evict."""
+        if victims.nodes:
+            self._apply(Evict(victims.nodes), EvictReceipt)
+            self.evictor.evicted(victims)
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -351,15 +389,20 @@ class Scheduler:
             if not rows:
                 return
             grown = {span: self._growth_blocks(span) for _, span in rows}
+            needs: Counter[str] = Counter()
+            for entry, span in rows:
+                needs[entry.scope.namespace] += grown[span]
             try:
-                evict = self._room_for(sum(grown.values()), frozenset())
+                victims = self.evictor.choose(needs)
                 break
-            except NoRoom:
-                self._preempt_youngest()
+            except NoRoom as error:
+                self._preempt_youngest(error.namespace)
         self._dispatched = rows
-        self._apply(Dispatch(self._step, tuple(span for _, span in rows), evict))
+        self._apply(Dispatch(self._step, tuple(span for _, span in rows), victims.nodes))
+        self.evictor.evicted(victims)
+        for namespace, blocks in needs.items():
+            self._shares.take(namespace, blocks)
         for entry, span in rows:
-            self._policy.touch(self._table(entry))
             if self._below_floor(entry):
                 self._floor_facts[entry.scope.namespace].grown_blocks += grown[span]
 
@@ -385,17 +428,19 @@ class Scheduler:
         held = int(self._ledger.num_blocks[span.request.slot])
         return max(0, -(-(span.start + span.count) // self._block_size) - held)
 
-    def _preempt_youngest(self) -> None:
-        """Give the youngest request's blocks back; it is admitted again, with what it has generated as prompt.
+    def _preempt_youngest(self, namespace: str | None) -> None:
+        """Give the youngest request's blocks back, of one namespace or of all; it is admitted again, with what it has
+        generated as prompt.
 
         A request below its namespace's floor could not be admitted again: it ends here.
         """
-        if len(self._running) == 1:
-            entry = self._running[0]
+        candidates = [entry for entry in self._running if namespace in (None, entry.scope.namespace)]
+        if len(candidates) == 1:
+            entry = candidates[0]
             self._release(entry, "error")
             entry.end(Failed("out_of_memory", "the pool cannot hold this request"))
             return
-        entry = self._running[-1]
+        entry = candidates[-1]
         if self._below_floor(entry):
             self._release(entry, "revoke")
             entry.end(REVOKED)
@@ -413,14 +458,35 @@ class Scheduler:
             if entry.submission.publish
             and not self._below_floor(entry)
             and entry.valid_rows // self._block_size > entry.published_blocks
+            and self._worth_publishing(entry)
         ]
         if not ready:
             return
         receipt = self._apply(Publish(tuple(_held(entry) for entry in ready)), PublicationReceipt)
         for entry, path in zip(ready, receipt.entries, strict=True):
-            entry.published_blocks = entry.valid_rows // self._block_size
+            self._note_published(entry, path)
             if self._on_publication is not None:
                 self._on_publication(entry, path.tokens_before, path.tokens_after)
+
+    def _worth_publishing(self, entry: Entry) -> bool:
+        asked = entry.submission.retention
+        blocks = entry.valid_rows // self._block_size - entry.published_blocks
+        return not asked.no_store and self.evictor.worth_publishing(
+            entry.scope.namespace, entry.published_blocks, blocks, asked
+        )
+
+    def _note_published(self, entry: Entry, path: PublishedPath) -> None:
+        first, end = path.tokens_before // self._block_size, path.tokens_after // self._block_size
+        entry.published_blocks = entry.valid_rows // self._block_size
+        entry.terminal = path.path[-1] if path.path else None
+        self.evictor.published(
+            entry.scope.namespace,
+            path.path,
+            first,
+            self._table(entry)[first:end],
+            entry.submission.retention,
+            self._clock(),
+        )
 
     def _take_token(self, entry: Entry, token: int, now_s: float) -> None:
         first = not entry.generated
@@ -449,13 +515,19 @@ class Scheduler:
         entry.end(Finished(reason, entry.receipt))
 
     def _release(self, entry: Entry, reason: str) -> None:
-        self._apply(Release(_held(entry), reason), ReleaseReceipt)
+        namespace, indexed = entry.scope.namespace, self._table(entry)[: entry.published_blocks].copy()
+        receipt = self._apply(Release(_held(entry), reason), ReleaseReceipt)
+        assert not receipt.deferred, "requests are released between steps"
         self._running.remove(entry)
+        self._shares.give_back(namespace, receipt.freed_blocks)
+        if not self._below_floor(entry):
+            self.evictor.released(namespace, entry.terminal, indexed)
         if self._below_floor(entry):
             self._floor_facts[entry.scope.namespace].free_blocks_after = self._ledger.gauge().free
         entry.handle = None
         entry.valid_rows = 0
         entry.published_blocks = 0
+        entry.terminal = None
 
     # -- small things -------------------------------------------------------------------------------------------
 

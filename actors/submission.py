@@ -11,11 +11,12 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from copyhold.kvcore.commands import RequestHandle, Scope
+from copyhold.kvcore.commands import NodeHandle, RequestHandle, Scope
 from copyhold.kvcore.receipts import PrefixMatch
 from copyhold.models.sampling import GREEDY, SamplingParams
 
 from .messages import Failed, Finished, ReuseReceipt, StreamItem
+from .retention import DEFAULT_RETENTION, Retention
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -34,12 +35,14 @@ class Submission(msgspec.Struct, frozen=True):
     arrived_at_s: float
     created_at: float
     sampling: SamplingParams = GREEDY
+    retention: Retention = DEFAULT_RETENTION
 
 
 class Entry:
     """The scheduler's record of one submission; changed by its scheduler only.
 
-    ``wanted_tokens``: after how many its client said that it has what it wanted.
+    ``terminal``: the last edge of the indexed path it leases. ``wanted_tokens``: after how many tokens its client said
+    that it has what it wanted.
     """
 
     __slots__ = (
@@ -53,6 +56,7 @@ class Entry:
         "put",
         "receipt",
         "submission",
+        "terminal",
         "valid_rows",
         "wanted_tokens",
     )
@@ -64,6 +68,7 @@ class Entry:
         self.generated: list[int] = []
         self.handle: RequestHandle | None = None
         self.receipt: ReuseReceipt | None = None
+        self.terminal: NodeHandle | None = None
         self.valid_rows = 0
         self.published_blocks = 0
         self.emitted = 0
