@@ -7,21 +7,31 @@ mapped, a warm-up step has run on all ranks and both listeners answer. SIGTERM e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from .errors import ClusterError
 from .launch import Failed, LaunchSpec, ReadyPipe, Stage, decode_report, read_launch_spec
 from .prepare import PreparedModel, prepared_model
 from .ray_session import enter_environment
 
+if TYPE_CHECKING:
+    from .keeper import Keeper
+
 _WATCH_EVERY_S = 1.0
 _SMALLEST_POOL_BLOCKS = 4
 _QUANTIZATION = re.compile(r"[.-](?:Q\d\w*|[BF]F?16|F32)$", re.IGNORECASE)
+
+
+class EndRequested(BaseException):
+    """The first SIGTERM or SIGINT: unwinds whatever the driver waits for, a start or a repair."""
 
 
 class StartFailed(Exception):
@@ -40,19 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     pipe = ReadyPipe(arguments.ready_fd)
     spec = read_launch_spec(arguments.launch)
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stopped.set())
+    stopped = _end_on_signals()
     try:
-        _check_pool(spec)
-        prepared = _prepare(spec, pipe)
-        enter_environment(spec)
-        from copyhold.models.manifest import load_checkpoint
-
-        from .keeper import Keeper
-
-        keeper = Keeper(spec, load_checkpoint(Path(prepared.path)), model_name(spec, prepared))
-        keeper.start(pipe, stopped.is_set)
+        keeper = _start(spec, pipe)
+    except EndRequested:
+        return 0
     except StartFailed as error:
         pipe.failed(error.name, str(error))
         return 1
@@ -62,10 +64,39 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         pipe.failed(type(error).__name__, str(error) or type(error).__name__)
         raise
-    while not stopped.wait(_WATCH_EVERY_S):
-        keeper.tick()
+    with contextlib.suppress(EndRequested):
+        while not stopped.wait(_WATCH_EVERY_S):
+            keeper.tick()
     keeper.stop()
     return 0
+
+
+def _end_on_signals() -> threading.Event:
+    """The event is set too, because an exception that meets a destructor goes no further."""
+    stopped = threading.Event()
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        if not stopped.is_set():
+            stopped.set()
+            raise EndRequested
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    return stopped
+
+
+def _start(spec: LaunchSpec, pipe: ReadyPipe) -> Keeper:
+    """Everything up to ``Ready``. Raises what went wrong."""
+    _check_pool(spec)
+    prepared = _prepare(spec, pipe)
+    enter_environment(spec)
+    from copyhold.models.manifest import load_checkpoint
+
+    from .keeper import Keeper
+
+    keeper = Keeper(spec, load_checkpoint(Path(prepared.path)), model_name(spec, prepared))
+    keeper.start(pipe)
+    return keeper
 
 
 def model_name(spec: LaunchSpec, prepared: PreparedModel) -> str:

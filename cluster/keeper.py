@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from copyhold.actors.authority import AuthoritySpec, NamespaceActor
@@ -29,10 +28,6 @@ _CALL_TIMEOUT_S = 10.0
 _RETRY_AFTER_S = 2.0
 
 
-class StartInterrupted(Exception):
-    """The server was told to stop while it started."""
-
-
 class Keeper:
     """Every actor of one server."""
 
@@ -48,8 +43,8 @@ class Keeper:
         self._boot_id = ""
         self.recoveries = 0
 
-    def start(self, pipe: ReadyPipe, stopped: Callable[[], bool]) -> None:
-        """Start everything in order; says Ready at the end. Raises what an actor raised, ``StartInterrupted``."""
+    def start(self, pipe: ReadyPipe) -> None:
+        """Start everything in order; says Ready at the end. Raises what an actor raised."""
         config = self._config
         pipe.stage("ray", f"joining {config.address}" if config.address else "starting a local cluster")
         self._session = open_session(self._spec, config.replicas * (config.tp + 1))
@@ -58,8 +53,6 @@ class Keeper:
         self._start_authority()
         self._starter = ReplicaStarter(self._session, self._spec, self._checkpoint, self._model_name)
         for number in range(config.replicas):
-            if stopped():
-                raise StartInterrupted("the start was interrupted")
             pipe.stage(
                 "replica", f"{number + 1} of {config.replicas}: loading {config.tp} ranks, first lease"
             )
