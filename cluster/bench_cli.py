@@ -29,7 +29,7 @@ def bench_serve(
     tp: Annotated[
         list[int] | None, typer.Option("--tp", min=1, max=8, help="Only servers of so many ranks.")
     ] = None,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure transformers too.")] = True,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Leave transformers out.")] = False,
     model: Annotated[str, typer.Option("--model", metavar="PATH", help="Checkpoint. [SmolLM2]")] = "",
     cache_dir: Annotated[
         str, typer.Option("--cache-dir", metavar="PATH", help="Converted checkpoints.")
@@ -45,6 +45,6 @@ def bench_serve(
         raise UsageError(f"--tp {tp}: servers of {sorted({ranks for ranks, _ in SHAPES})} ranks are measured")
     config = load_config(None, {"model": model, "cache_dir": cache_dir})
     with progress_on_stderr() as say:
-        report = run_serve_bench(config, shapes, BenchPlan(runs=runs), peers, say)
+        report = run_serve_bench(config, shapes, BenchPlan(runs=runs), not no_peers, say)
     Output(json).emit(report.document(), report.text())
     return 0 if report.ok else 1
