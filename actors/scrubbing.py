@@ -1,4 +1,4 @@
-"""Zeroing on one rank: every block a receipt names is zeroed before the step writes, and what was found is kept.
+"""Zeroing and copying on one rank: every block a receipt names is zeroed, then copied, before the step writes.
 
 Owns the tally per namespace that a revocation's evidence is made of. Invariant: zeroed blocks are read back from the
 pool's own memory at once, before anything can be written to them again; the tally is of bytes found there, not of the
@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from copyhold.kernels.pool import KVPool
-from copyhold.kvcore.commands import AdvanceGeneration, Command, Release
+from copyhold.kernels.pool import TILE, KVPool
+from copyhold.kvcore.commands import AdvanceGeneration, Command, Release, Scope
 from copyhold.kvcore.ledger import Ledger
-from copyhold.kvcore.receipts import AdvanceReceipt, AnyReceipt, CompleteReceipt, ReleaseReceipt
+from copyhold.kvcore.receipts import (
+    AdvanceReceipt,
+    BlockCopy,
+    CompleteReceipt,
+    DispatchReceipt,
+    ReleaseReceipt,
+)
 from copyhold.namespace.records import RankEvidence
 
 from .plan import PurgeOrder
@@ -32,7 +38,7 @@ class Tally:
 
 
 class Scrubber:
-    """Applies commands to a ledger and zeroes what their receipts name."""
+    """Applies commands to a ledger, zeroes and copies what their receipts name."""
 
     def __init__(self, ledger: Ledger, pool: KVPool) -> None:
         self._ledger = ledger
@@ -53,13 +59,16 @@ class Scrubber:
             scope = self._ledger.request(command.request).scope
             receipt = self._ledger.apply_at(index, command)
             assert isinstance(receipt, ReleaseReceipt)
-            tally = self._tallies.get(scope.namespace)
-            if tally is not None and scope.generation < tally.generation:
-                self._scrub_for(tally, receipt.scrub, receipt.freed_blocks)
-                return
-            self._scrub_unclaimed(receipt)
+            self._scrub_of(scope, receipt.scrub, receipt.freed_blocks)
             return
-        self._scrub_unclaimed(self._ledger.apply_at(index, command))
+        receipt = self._ledger.apply_at(index, command)
+        if isinstance(receipt, CompleteReceipt):
+            self._scrub_completed(receipt)
+            return
+        self._pool.zero_blocks(getattr(receipt, "scrub", ()))
+        if isinstance(receipt, DispatchReceipt):
+            for copy in receipt.copies:
+                copy_rows(self._pool, copy)
 
     def evidence(self, order: PurgeOrder, incarnation: str, rank: int, floor_digest: bytes) -> RankEvidence:
         """What this rank measured for ``order``; unsigned. ``floor_digest``: the ledger's machine digest now."""
@@ -87,12 +96,28 @@ class Scrubber:
         tally.bytes_zeroed += len(blocks) * self._pool.block_bytes
         tally.nonzero_bytes += self._pool.count_nonzero_bytes(blocks)
 
-    def _scrub_unclaimed(self, receipt: AnyReceipt) -> None:
-        """Blocks that change owner, and those of releases that were deferred past their floor."""
-        blocks: Sequence[int] = getattr(receipt, "scrub", ())
-        if blocks:
+    def _scrub_of(self, scope: Scope, blocks: Sequence[int], released: int) -> None:
+        """Zero what a request of ``scope`` left behind, tallied if its generation is below the floor."""
+        tally = self._tallies.get(scope.namespace)
+        if tally is not None and scope.generation < tally.generation:
+            self._scrub_for(tally, blocks, released)
+        else:
             self._pool.zero_blocks(blocks)
-        if isinstance(receipt, CompleteReceipt):
-            for facts in receipt.released:
-                if facts.scrub and facts.reason == "revoke":
-                    self._pool.zero_blocks(facts.scrub)
+
+    def _scrub_completed(self, receipt: CompleteReceipt) -> None:
+        """Sources of copies, then what truncations and releases left behind that waited for their step."""
+        deferred = (*receipt.truncated, *receipt.released)
+        sources = len(receipt.scrub) - sum(len(facts.scrub) for facts in deferred)
+        self._pool.zero_blocks(receipt.scrub[:sources])
+        for facts in deferred:
+            self._scrub_of(facts.scope, facts.scrub, facts.freed_blocks)
+
+
+def copy_rows(pool: KVPool, copy: BlockCopy) -> None:
+    """Rows [0, rows) of the source become those of the target; its other rows keep what they held."""
+    for inner in range(-(-copy.rows // TILE)):
+        lanes = min(copy.rows - inner * TILE, TILE)
+        source = copy.source * pool.tiles_per_block + inner
+        target = copy.target * pool.tiles_per_block + inner
+        pool.k[:, target, :, :, :lanes] = pool.k[:, source, :, :, :lanes]
+        pool.v[:, target, :, :lanes] = pool.v[:, source, :, :lanes]

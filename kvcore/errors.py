@@ -97,6 +97,15 @@ class LogFull(LedgerRefusal):
 
 
 @dataclass(eq=False)
+class LedgerBroken(LedgerRefusal):
+    """An earlier commit was interrupted half-way. Digests and log index are those before it; replay the log."""
+
+    log_index: int
+    interrupted: str
+    reason: ClassVar[str] = "ledger_broken"
+
+
+@dataclass(eq=False)
 class GenesisRepeated(LedgerRefusal):
     """A log has one Genesis, at index 0. Unchanged."""
 

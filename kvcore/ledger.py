@@ -1,8 +1,10 @@
 """The ledger: all KV-cache state of one rank as one deterministic state machine, commands in, receipts out.
 
 Invariant: `apply` first plans (reads only, may raise a LedgerRefusal) and then commits (cannot fail), so a
-refused command writes nothing and takes no log index. One command at a time: threads queue. The same log
-gives the same receipts and digests in every process.
+refused command writes nothing and takes no log index. A commit that is interrupted all the same (out of memory, a
+defect) breaks the ledger for good: its digests and log index stay those before the command, every later command is
+refused, and the log up to there, replayed, gives the state back. One command at a time: threads queue. The same
+log gives the same receipts and digests in every process.
 Source: LEDGER; contracts K048 to K077, K111 to K129, K187.
 """
 
@@ -34,7 +36,7 @@ from .commands import (
     Reset,
     Truncate,
 )
-from .errors import GenesisRepeated, LogGap, LogRepetition, LogWithoutGenesis
+from .errors import GenesisRepeated, LedgerBroken, LogGap, LogRepetition, LogWithoutGenesis
 from .eviction import commit_evict, commit_reset, plan_evict, plan_reset
 from .floors import commit_advance, plan_advance
 from .publication import commit_publish, plan_publish
@@ -83,11 +85,12 @@ class Ledger(LedgerReads):
         self._log_index = 0
         self._committed = _EMPTY_DIGEST
         self._machine = _EMPTY_DIGEST
+        self._broken = ""
 
     def apply(self, command: Command) -> Any:
         """Applies one command; its receipt (AnyReceipt).
 
-        Raises: LedgerRefusal; state, digests and log index are as before.
+        Raises: LedgerRefusal; state, digests and log index are as before. LedgerBroken after an interrupted commit.
         """
         with self._applying:
             return self._apply(command)
@@ -122,8 +125,15 @@ class Ledger(LedgerReads):
         state = self._state
         if state is None:
             raise LogWithoutGenesis(type(command).__name__)
+        if self._broken:
+            raise LedgerBroken(self._log_index, self._broken)
         rule = _RULES[type(command)]
-        fields = rule.commit(state, rule.plan(state, command))
+        plan = rule.plan(state, command)
+        try:
+            fields = rule.commit(state, plan)
+        except BaseException as error:
+            self._broken = f"{type(command).__name__}: {type(error).__name__}"
+            raise
         return self._receipt(state, rule.receipt, fields)
 
     def _begin(self, command: Genesis) -> GenesisReceipt:

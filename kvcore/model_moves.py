@@ -43,9 +43,9 @@ class Bounds(msgspec.Struct, frozen=True):
     blocks: int = 3
     singles: int = 5
     requests: int = 2
-    longest: int = 4
-    floors: int = 2
-    prompts: tuple[tuple[int, ...], ...] = ((0, 0, 0), (0, 1))
+    longest: int = 3
+    floors: int = 1
+    prompts: tuple[tuple[int, ...], ...] = ((0, 0, 0), (1,))
 
 
 class Running(msgspec.Struct):
@@ -91,7 +91,7 @@ def moves(ledger: Ledger, bounds: Bounds) -> Iterator[Command]:
             yield Release(request.handle, "cancel")
             for count in {request.known - 1, request.valid - 1} - {0, -1}:
                 yield Truncate(request.handle, count)
-        if request.valid > 1 and floor == int(_generation(ledger, request)):
+        if floor == _generation(ledger, request):
             yield Publish((request.handle,))
         if request.step < 0 and request.valid and len(requests) < bounds.requests:
             yield Fork(request.handle, 1)

@@ -146,13 +146,14 @@ def _name_blocks(
         [tuple([name(block) for block in tree.edges[group][node].tolist()]) for node in nodes if node]
     )
     cells = pool.records.cells.tolist()
-    facts = tuple(
-        [
-            (cells[b][loops.REF], cells[b][loops.ROWS], cells[b][loops.OWNER], cells[b][loops.PINS])
-            for b in seen
-        ]
-    )
-    return told, edges, facts
+    facts = tuple([(*_block_facts(cells[block]), cells[block][loops.OWNER]) for block in seen])
+    # Free blocks are alike; one that is not quite free shows here.
+    others = sorted([_block_facts(cells[block]) for block in range(pool.num_blocks) if block not in names])
+    return told, edges, facts, tuple(others), pool.free.count
+
+
+def _block_facts(cells: list[int]) -> tuple[int, ...]:
+    return cells[loops.REF], cells[loops.ROWS], cells[loops.PINS], cells[loops.NODE] != 0
 
 
 def _copy(branch: Branch) -> Branch:
@@ -169,9 +170,8 @@ def _gather(state: LedgerState) -> Array:
     records += [scopes._namespace_records, scopes._scope_records]
     cells = [pool.free.column for pool in state.pools] + [*requests.cells, tree.free.column]
     cells.append(requests.free.column)
-    owners: list[tuple[Any, str]] = [(part, "cells") for part in records] + [
-        (part, "array") for part in cells
-    ]
+    owners: list[tuple[Any, str]] = [(part, "cells") for part in records]
+    owners += [(part, "array") for part in cells]
     owners += [(pool, "tally") for pool in state.pools]
     owners += [(requests, "tokens"), (tree, "num_children"), (tree, "end_sum"), (scopes, "revoked")]
     places: list[tuple[Any, int, Array]] = [(owner, 0, getattr(owner, name)) for owner, name in owners]

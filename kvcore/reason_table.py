@@ -145,6 +145,7 @@ ROWS: tuple[Reason, ...] = (
         ("K067",),
         "A refused command is not logged, and the log index is the epoch.",
     ),
+    Reason("ledger_broken", "runtime", "lease", ("K243",)),
     Reason("log_corrupt", "runtime", "lease", ()),
     Reason("log_truncated", "runtime", "lease", ()),
     Reason("log_world_mismatch", "runtime", "lease", ()),

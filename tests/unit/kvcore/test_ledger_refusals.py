@@ -122,6 +122,14 @@ def _log_full(driver: Any) -> Callable[[], object]:
     return lambda: recorder.record(genesis, receipt)
 
 
+@case("ledger_broken")
+def _ledger_broken(driver: Any) -> Callable[[], object]:
+    driver.ledger.state.scopes.raise_floor = None
+    with pytest.raises(TypeError):
+        driver.ledger.apply(AdvanceGeneration("a", 1))
+    return _applying(driver, driver.admit_command([1]))
+
+
 @case("genesis_repeated")
 def _genesis_repeated(driver: Any) -> Callable[[], object]:
     return _applying(driver, Genesis(b"w", (FULL,), 4, 64, "again"))
