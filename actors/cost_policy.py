@@ -41,7 +41,7 @@ class CostAware:
         remembered: int = 8,
         fade_capacities: float = 64.0,
         bins_per_octave: int = 2,
-        learn_every: int = 128,
+        learn_per_capacity: int = 4,
         prior: float = 4.0,
     ) -> None:
         """``attention_pages``: depth at which attention costs as much as the rest of a page; 0: all pages cost alike."""
@@ -58,8 +58,9 @@ class CostAware:
         self._known_class = np.zeros(size, dtype=np.int64)
         self._known_uses = np.zeros(size, dtype=np.int64)
         self._returns = Returns(float(capacity), fade_capacities, bins_per_octave, prior)
-        self._learn_every = learn_every
-        self._operations = 0
+        self._learn_every = max(32, capacity // learn_per_capacity)
+        self._learn_at = self._learn_every
+        self._asked_pages = 0
 
     def published(self, units: Units, first_page: int, prints: Units) -> None:
         count = len(units)
@@ -69,14 +70,21 @@ class CostAware:
         pages = np.arange(first_page, first_page + count)
         self._print[units] = marks
         self._band[units] = self._bands(pages)
-        self._use(np.asarray(units, dtype=np.int64), marks, _CONTINUED if first_page > 1 else _OPENING)
+        ticks = np.arange(self._tick, self._tick + count)
+        fresh = _CONTINUED if self._asked_pages > 1 else _OPENING
+        self._use(np.asarray(units, dtype=np.int64), marks, ticks, fresh)
         self._tick += count
 
     def touched(self, units: Units) -> None:
+        self._asked_pages = len(units)
         if len(units):
             chosen = np.asarray(units, dtype=np.int64)
-            self._use(chosen, self._print[chosen], _OPENING)
+            self._use(chosen, self._print[chosen], np.full(len(units), self._tick), _OPENING)
             self._tick += 1
+        if self._tick >= self._learn_at:
+            self._learn_at = self._tick + self._learn_every
+            held = self._known_print != 0
+            self._returns.learn(self._tick, self._known_class[held], self._tick - self._known_last[held])
 
     def held(self, units: Units) -> None:
         return
@@ -104,24 +112,20 @@ class CostAware:
             return np.zeros(len(pages), dtype=np.int64)
         return np.minimum(pages // self.attention_pages, _BANDS - 1)
 
-    def _use(self, units: np.ndarray, prints: np.ndarray, fresh_class: int) -> None:
+    def _use(self, units: np.ndarray, prints: np.ndarray, ticks: np.ndarray, fresh_class: int) -> None:
         """One use of each unit: a return where its prefix was known."""
         slots = (prints & self._mask).astype(np.int64)
         known = self._known_print[slots] == prints
         back = slots[known]
-        self._returns.record(self._known_class[back], self._tick - self._known_last[back])
+        self._returns.record(self._known_class[back], ticks[known] - self._known_last[back])
         uses = np.where(known, self._known_uses[slots] + 1, 1)
         kinds = np.where(known, _CLASS_OF_USES[np.minimum(uses, len(_CLASS_OF_USES) - 1)], fresh_class)
         self._known_print[slots] = prints
-        self._known_last[slots] = self._tick
+        self._known_last[slots] = ticks
         self._known_class[slots] = kinds
         self._known_uses[slots] = uses
-        self._last_use[units] = self._tick
+        self._last_use[units] = ticks
         self._class[units] = kinds
-        self._operations += 1
-        if self._operations % self._learn_every == 0:
-            held = self._known_print != 0
-            self._returns.learn(self._tick, self._known_class[held], self._tick - self._known_last[held])
 
 
 class Returns:

@@ -89,14 +89,18 @@ class Evictor:
         """An authorized lookup hit these blocks, root side first; the whole path is used (K124, K197)."""
         self._counts["prompt_tokens"] += prompt_tokens
         self._counts["cached_tokens"] += len(blocks) * self._ledger.state.block_size
-        if len(blocks):
-            self._hit[blocks] = True
-            self.policy_of(namespace).touched(blocks)
-            self._lifetimes.extend(blocks, _until(asked, now_s))
+        self._hit[blocks] = True
+        self.policy_of(namespace).touched(blocks)
+        self._lifetimes.extend(blocks, _until(asked, now_s))
 
-    def worth_publishing(self, namespace: str, first_page: int, blocks: int, asked: Retention) -> bool:
-        """The same test as eviction (K196): False where the pool is scarce and a newcomer would be its next victim."""
-        if asked.priority or self._shares.room(namespace, self._ledger.gauge().free) > self._num_blocks // 16:
+    def worth_keeping(self, namespace: str, first_page: int, blocks: int, asked: Retention) -> bool:
+        """The same test as eviction (K196): False where room is scarce and a newcomer would be the next victim.
+
+        Asked once, when a request is admitted and ``blocks`` of its prompt are still to be given to it, so that the
+        answer does not depend on how its prompt is cut into steps.
+        """
+        room = self._shares.room(namespace, self._ledger.gauge().free) - blocks
+        if asked.priority or room > self._num_blocks // 16:
             return True
         names = [namespace] if self._shares.strict else list(self._queues)
         found = [self._queue(name).lowest() for name in names]
@@ -251,7 +255,7 @@ class _Choice:
     def __init__(self, evictor: Evictor, protected: frozenset[NodeHandle]) -> None:
         self._evictor = evictor
         self._protected = protected
-        self._set_aside: list[tuple[Queue, NodeHandle]] = []
+        self._set_aside: list[tuple[Queue, NodeHandle, int]] = []
         self._nodes: list[NodeHandle] = []
         self._namespaces: list[str] = []
         self._blocks: list[np.ndarray] = []
@@ -303,8 +307,8 @@ class _Choice:
     def close(self) -> None:
         """Forget what was taken: if the ledger carries it out, the entries put back are stale and vanish."""
         self._evictor._gone.clear()
-        for queue, node in self._set_aside:
-            queue.push(node)
+        for queue, node, unit in self._set_aside:
+            queue.restore(node, unit)
 
     def _head(self, name: str) -> tuple[Worth, str, Lowest[NodeHandle]] | None:
         queue = self._evictor._queue(name)
@@ -315,12 +319,12 @@ class _Choice:
             if lowest.node not in self._protected:
                 return lowest.worth, name, lowest
             queue.take(lowest.node)
-            self._set_aside.append((queue, lowest.node))
+            self._set_aside.append((queue, lowest.node, lowest.unit))
 
     def _remove(self, name: str, node: NodeHandle) -> None:
         queue, view = self._evictor._queue(name), self._evictor._ledger.node(node)
         queue.take(node)
-        self._set_aside.append((queue, node))
+        self._set_aside.append((queue, node, int(view.blocks[0])))
         self._nodes.append(node)
         self._namespaces.append(name)
         self._blocks.append(view.blocks)

@@ -58,6 +58,10 @@ class LeafQueue(Generic[N]):
             return
         self._enter(node, unit)
 
+    def restore(self, node: N, unit: int) -> None:
+        """Queue a node again that was taken, whether or not it is exposed now."""
+        self._enter(node, unit)
+
     def take(self, node: N) -> None:
         """The node is no candidate any more, until it is pushed again."""
         self._live.pop(node, None)

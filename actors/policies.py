@@ -36,7 +36,7 @@ class Policy(Protocol):
         ...
 
     def touched(self, units: Units) -> None:
-        """An authorized lookup hit these units."""
+        """An authorized lookup hit these units, perhaps none."""
         ...
 
     def held(self, units: Units) -> None:

@@ -362,12 +362,17 @@ class Scheduler:
         entry.published_blocks = receipt.match.runtime // self._block_size
         entry.terminal = receipt.path[-1] if receipt.path else None
         self._running.append(entry)
+        namespace, asked = entry.scope.namespace, entry.submission.retention
         self.evictor.admitted(
-            entry.scope.namespace,
+            namespace,
             receipt.match.prompt,
             self._table(entry)[: entry.published_blocks],
-            entry.submission.retention,
+            asked,
             self._clock(),
+        )
+        growth = entry.num_tokens // self._block_size - int(self._ledger.num_blocks[receipt.request.slot])
+        entry.keeps = not asked.no_store and self.evictor.worth_keeping(
+            namespace, entry.published_blocks, max(0, growth), asked
         )
         if entry.receipt is None:
             self.admitted_requests += 1
@@ -458,7 +463,7 @@ class Scheduler:
             if entry.submission.publish
             and not self._below_floor(entry)
             and entry.valid_rows // self._block_size > entry.published_blocks
-            and self._worth_publishing(entry)
+            and entry.keeps
         ]
         if not ready:
             return
@@ -467,13 +472,6 @@ class Scheduler:
             self._note_published(entry, path)
             if self._on_publication is not None:
                 self._on_publication(entry, path.tokens_before, path.tokens_after)
-
-    def _worth_publishing(self, entry: Entry) -> bool:
-        asked = entry.submission.retention
-        blocks = entry.valid_rows // self._block_size - entry.published_blocks
-        return not asked.no_store and self.evictor.worth_publishing(
-            entry.scope.namespace, entry.published_blocks, blocks, asked
-        )
 
     def _note_published(self, entry: Entry, path: PublishedPath) -> None:
         first, end = path.tokens_before // self._block_size, path.tokens_after // self._block_size

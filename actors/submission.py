@@ -41,8 +41,8 @@ class Submission(msgspec.Struct, frozen=True):
 class Entry:
     """The scheduler's record of one submission; changed by its scheduler only.
 
-    ``terminal``: the last edge of the indexed path it leases. ``wanted_tokens``: after how many tokens its client said
-    that it has what it wanted.
+    ``terminal``: the last edge of the indexed path it leases. ``keeps``: what it computes
+    is published. ``wanted_tokens``: after how many tokens its client said that it has what it wanted.
     """
 
     __slots__ = (
@@ -51,6 +51,7 @@ class Entry:
         "emitted",
         "generated",
         "handle",
+        "keeps",
         "prompt",
         "published_blocks",
         "put",
@@ -68,6 +69,7 @@ class Entry:
         self.generated: list[int] = []
         self.handle: RequestHandle | None = None
         self.receipt: ReuseReceipt | None = None
+        self.keeps = True
         self.terminal: NodeHandle | None = None
         self.valid_rows = 0
         self.published_blocks = 0

@@ -14,7 +14,7 @@ from local_replica import run_of
 from copyhold.actors.cache_settings import LAB_POLICIES, SERVED_POLICIES, CacheSettings
 from copyhold.actors.errors import NoRoom
 from copyhold.actors.policies import Policy, Worth
-from copyhold.kvcore.commands import Evict, NodeHandle
+from copyhold.kvcore.commands import NodeHandle
 
 A, B, C = run_of(0, 9), run_of(20, 9), run_of(40, 9)
 """Two whole blocks each, and the token that the logits cap leaves to compute."""
