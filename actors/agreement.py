@@ -7,14 +7,15 @@ index and machine digest for the plan at hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from copyhold.kvcore.audit import AuditViolation, audit
-from copyhold.kvcore.ledger import Ledger
-
 from .errors import RanksDiffer, ReplicaStopped
 from .plan import StepEvidence, StepPlan
+
+if TYPE_CHECKING:
+    from copyhold.kvcore.ledger import Ledger
 
 
 class AgreementReport(msgspec.Struct, frozen=True):
@@ -77,6 +78,8 @@ class Agreement:
 
 def ledger_findings(ledger: Ledger) -> list[str]:
     """What an audit from scratch finds wrong in one ledger; empty when nothing is."""
+    from copyhold.kvcore.audit import AuditViolation, audit
+
     try:
         audit(ledger)
     except AuditViolation as violation:

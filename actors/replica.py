@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from ray.exceptions import RayError
 
 from copyhold.kvcore.commands import Genesis, GroupSpec, Scope
 from copyhold.kvcore.identity import chain_digests
-from copyhold.kvcore.warm_up import warm_up
 from copyhold.namespace.authority import ClusterIdentity
 from copyhold.namespace.errors import GrantRefused, NamespaceError
 from copyhold.namespace.leases import LeaseHolder
@@ -30,7 +29,6 @@ from copyhold.namespace.sessions import SessionStore
 from copyhold.namespace.store_target import StoreTarget
 
 from .agreement import ledger_findings
-from .engine import Engine
 from .errors import ActorError, InvalidRequest, ReplicaStopped
 from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
@@ -38,9 +36,11 @@ from .plan import KVAuditOrder, PurgeOrder
 from .receipt_store import keep_receipt
 from .request_counts import RequestCounts
 from .routing import DIGEST_EVERY_TOKENS
-from .scheduler import Scheduler, StepBudget
 from .submission import Entry, Submission
 from .transport import StepListener
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 _SLOW_STEP_S = 6.0
 """A step older than this turns health bad before the step's own timeout ends the replica."""
@@ -97,6 +97,12 @@ class Replica:
 
     async def start(self, authority: Any, coordinator: Any, rank_public_keys: tuple[str, ...]) -> None:
         """Take the ranks' connections, register the incarnation, take the first lease and begin to serve."""
+        # The ledger and its compiled loops are for this process; whoever only creates the actor does without them.
+        from copyhold.kvcore.warm_up import warm_up
+
+        from .engine import Engine
+        from .scheduler import Scheduler, StepBudget
+
         self._authority, self._coordinator = authority, coordinator
         await asyncio.to_thread(warm_up)
         await asyncio.to_thread(self._listener.accept_all, self._spec.step_timeout_s)

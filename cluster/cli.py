@@ -19,6 +19,7 @@ import typer
 from copyhold import __version__
 
 from .bench_cli import bench
+from .cli_lab import lab
 from .cli_options import ConfigFile, JsonOption, StateDir, state_folder, with_admin, with_config
 from .cli_output import Output, error_document, error_line, progress_on_stderr, table
 from .cli_tenants import certificates, tenants
@@ -44,6 +45,7 @@ app.add_typer(certificates, name="certificate")
 app.add_typer(bench, name="bench")
 app.add_typer(ledger, name="ledger")
 app.add_typer(configuration, name="config")
+app.command("lab")(lab)
 
 
 def _print_version(asked: bool) -> None:
@@ -115,7 +117,7 @@ def stop(
 
 
 @app.command()
-@with_config(defaults={"state_dir": "", "port": 0})
+@with_config(defaults={"state_dir": "", "port": 0, "pool_tokens": 6144})
 def demo(config: Config, json: JsonOption = False) -> int:
     """Two tenants, a real model, reuse, isolation and a certified revocation, each point checked."""
     from .demo import run_demo

@@ -15,14 +15,10 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from copyhold.models.tokenizer import ChatTokenizer
 from copyhold.namespace.sessions import SessionStore
 from copyhold.namespace.store_target import StoreTarget
 
-from .admin_app import create_admin_app
 from .http_admission import Admission
-from .http_app import create_tenant_app
-from .http_schema import GatewaySettings, ServedModelInfo
 from .http_stream import OpenStreams
 from .ray_backend import RayAdminBackend, RayTenantBackend
 
@@ -61,6 +57,13 @@ class Gateway:
         """
         if self._servers:
             return self._port
+        # Tokenizers and templates are for this process; whoever only creates the actor does without them.
+        from copyhold.models.tokenizer import ChatTokenizer
+
+        from .admin_app import create_admin_app
+        from .http_app import create_tenant_app
+        from .http_schema import GatewaySettings, ServedModelInfo
+
         spec = self._spec
         tokenizer = ChatTokenizer.load(Path(spec.model_path))
         backend = RayTenantBackend(
