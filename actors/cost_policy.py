@@ -186,12 +186,11 @@ class Returns:
         self._rates = rates.max(axis=2)
 
     def _bin(self, age: float) -> int:
-        if age < 1.0:
-            return 0
-        return min(self._bins - 1, 1 + int(np.log2(age) * self._per_octave))
+        # floor(log2(age ** n)) = floor(n * log2(age)), in integers and without a call into numpy.
+        return min(self._bins - 1, (int(age) ** self._per_octave).bit_length())
 
     def _bins_of(self, ages: np.ndarray) -> np.ndarray:
-        bins = 1 + (np.log2(np.maximum(ages, 1)) * self._per_octave).astype(np.int64)
+        bins = 1 + np.floor(np.log2(np.maximum(ages, 1)) * self._per_octave).astype(np.int64)
         return np.where(ages < 1, 0, np.minimum(bins, self._bins - 1))
 
 
