@@ -4,6 +4,7 @@ Run by the interpreter of its own environment (``make bench-peers``), never impo
 caching on, block hashes made beforehand where vLLM makes them outside the manager.
 """
 
+# pyright: reportMissingImports=false
 import json
 import os
 import statistics
