@@ -20,4 +20,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests that take ``soak_round`` run once a round."""
     if "soak_round" in metafunc.fixturenames:
-        metafunc.parametrize("soak_round", range(metafunc.config.getoption("--soak-rounds")))
+        metafunc.parametrize("soak_round", range(int(metafunc.config.getoption("--soak-rounds") or 1)))

@@ -16,7 +16,7 @@ from store_servers import OutsideStore, free_port, make_authority, outside_store
 
 from copyhold.cluster import cli, valkey_process
 from copyhold.cluster.config import Config, load_config
-from copyhold.cluster.errors import ConfigError, StoreRefused
+from copyhold.cluster.errors import ConfigError, StoreFailed, StoreRefused
 from copyhold.cluster.store_access import check_outside_stores, store_targets, without_passwords
 from copyhold.cluster.supervisor import Supervisor, leftovers
 from copyhold.cluster.valkey_process import ValkeyProcess
@@ -341,9 +341,7 @@ def test_an_installed_redis_server_holds_generations(
 ) -> None:
     found = shutil.which("redis-server")
     assert found is not None
-    monkeypatch.setattr(
-        valkey_process.shutil, "which", lambda name: found if name == "redis-server" else None
-    )
+    monkeypatch.setattr(shutil, "which", lambda name: found if name == "redis-server" else None)
     assert valkey_process.find_server_binary() == Path(found)
     start_fallback(run_dir)
 
@@ -352,7 +350,7 @@ def test_no_server_at_all_is_said(
     no_bundled_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(valkey_process.StoreFailed, match="No valkey-server or redis-server on PATH"):
+    with pytest.raises(StoreFailed, match="No valkey-server or redis-server on PATH"):
         valkey_process.find_server_binary()
 
 

@@ -19,7 +19,8 @@ from starlette.types import Message
 
 from copyhold.actors.errors import InvalidRequest, RanksDiffer, ServiceUnavailable
 from copyhold.cluster.http_app import create_tenant_app
-from copyhold.cluster.http_stream import OpenStreams, StreamCut
+from copyhold.cluster.http_errors import StreamCut
+from copyhold.cluster.http_stream import OpenStreams
 from copyhold.models.tokenizer import ChatTokenizer
 from copyhold.namespace.errors import GrantBelowFloor, GrantKeyDisabled
 
