@@ -14,9 +14,11 @@ import numpy as np
 
 from .policies import Units, Worth
 
-_OPENING, _CONTINUED, _USED_ONCE = 0, 1, 2
+_OPENING, _CONTINUED = 0, 1
 _USES = (2, 3, 4, 6, 10, 32)
 """Classes of a unit that was used again: at most so many uses, publication included, the last one open."""
+_REMEMBERED_LEAST = 1 << 16
+"""Identities remembered by a small cache: returns take as long as in a big one."""
 _CLASSES = 2 + len(_USES) + 1
 _BANDS = 4
 """Depth bands by cost: a page in band b costs (1 + b) times the first."""
@@ -51,7 +53,7 @@ class CostAware:
         self._class = np.zeros(num_units, dtype=np.int64)
         self._band = np.zeros(num_units, dtype=np.int64)
         self._print = np.zeros(num_units, dtype=np.uint64)
-        size = 1 << max(8, (remembered * capacity - 1).bit_length())
+        size = 1 << (max(remembered * capacity, _REMEMBERED_LEAST) - 1).bit_length()
         self._mask = np.uint64(size - 1)
         self._known_print = np.zeros(size, dtype=np.uint64)
         self._known_last = np.zeros(size, dtype=np.int64)

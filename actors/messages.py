@@ -13,6 +13,8 @@ import msgspec
 from copyhold.models.sampling import GREEDY, SamplingParams
 from copyhold.namespace.grants import Grant
 
+from .retention import DEFAULT_RETENTION, Retention
+
 
 class RouteReceipt(msgspec.Struct, frozen=True):
     """Where the coordinator sends a request, and why; valid until ``expires_at`` for that incarnation only.
@@ -41,6 +43,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     sampling: SamplingParams = GREEDY
+    retention: Retention = DEFAULT_RETENTION
 
 
 class ReuseReceipt(msgspec.Struct, frozen=True):

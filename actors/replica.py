@@ -29,6 +29,7 @@ from copyhold.namespace.sessions import SessionStore
 from copyhold.namespace.store_target import StoreTarget
 
 from .agreement import ledger_findings
+from .cache_settings import DEFAULT_CACHE, CacheSettings
 from .errors import ActorError, InvalidRequest, ReplicaStopped
 from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
@@ -67,6 +68,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     sessions_store: StoreTarget
     receipt_ttl_s: int
     request_lifetime_s: float
+    cache: CacheSettings = DEFAULT_CACHE
 
 
 class Replica:
@@ -120,7 +122,7 @@ class Replica:
         )
         budget = StepBudget(self._spec.step_tokens, self._spec.prefill_chunk_tokens, self._spec.vocab_size)
         self._loop = asyncio.get_running_loop()
-        self._scheduler = Scheduler(genesis, budget, self._published)
+        self._scheduler = Scheduler(genesis, budget, self._published, self._spec.cache)
         executor = ChannelExecutor(self._listener, self._spec.step_timeout_s)
         self._engine = Engine(self._scheduler, executor, lambda: self._lease.holds(time.monotonic()))
         self._engine.start()
@@ -257,6 +259,7 @@ class Replica:
             "admitted_requests": self._scheduler.admitted_requests,
             "cached_tokens": self._scheduler.cached_tokens,
             "receipts_lost": self.receipts_lost,
+            "cache": msgspec.to_builtins(self._scheduler.cache_report()),
             "agreement": msgspec.to_builtins(self._scheduler.agreement.report()),
             "times": msgspec.to_builtins(engine.times()),
         }
@@ -346,6 +349,7 @@ class Replica:
             arrived_at_s=time.monotonic(),
             created_at=time.time(),
             sampling=request.sampling,
+            retention=request.retention,
         )
 
     async def _keep_receipts(self, request: GenerateRequest, batch: list[StreamItem]) -> None:

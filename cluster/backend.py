@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from copyhold.actors.messages import ReuseReceipt, StreamItem
+from copyhold.actors.retention import DEFAULT_RETENTION, Retention
 from copyhold.models.sampling import SamplingParams
 from copyhold.namespace.authority import Authorization
 
@@ -48,6 +49,7 @@ class TenantBackend(Protocol):
         max_new_tokens: int,
         stop_token_ids: tuple[int, ...],
         sampling: SamplingParams,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> Generation: ...
 
     async def receipt(self, authorization: Authorization, receipt_id: str) -> ReuseReceipt: ...

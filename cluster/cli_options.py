@@ -131,5 +131,5 @@ def _option(spec: FieldSpec, own: Mapping[str, Any]) -> inspect.Parameter:
 def _metavar(spec: FieldSpec) -> str | None:
     if spec.kind is bool:
         return None
-    words = {"": "TEXT", "URL": "URL", "host:port": "ADDRESS"}
+    words = {"": "TEXT", "URL": "URL", "host:port": "ADDRESS", "list": "LIST"}
     return {int: "N", float: "SECONDS"}.get(spec.kind) or words.get(spec.unit, "PATH")

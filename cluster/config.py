@@ -16,10 +16,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from copyhold.models.layout import Dtype
+from copyhold.models.layout import CollectiveChoice, Dtype
 from copyhold.namespace.errors import StoreAddressRefused
 from copyhold.namespace.store_target import StoreAddress, parse_store_address
 
+from .cache_config import check_cache
 from .errors import ConfigError
 
 _HOST_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
@@ -93,6 +94,39 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     revocation_deadline_s: Annotated[
         float, _bounded("seconds", "Time a revoked namespace's running requests get to end.", 0.0, 600.0)
     ] = 1.0
+    eviction_policy: Annotated[
+        str, _bounded("", "Which cached prefixes go first: cost, lru, lfu, fifo, slru or priority.")
+    ] = "cost"
+    isolation: Annotated[
+        str,
+        _bounded(
+            "",
+            "strict: every namespace has blocks of its own, and no other namespace changes what it keeps; "
+            "elastic: they share the pool.",
+        ),
+    ] = "elastic"
+    tenant_share_blocks: Annotated[
+        int,
+        _bounded(
+            "blocks",
+            "Strict share of a namespace that tenant_blocks does not list; 0: half the pool.",
+            0,
+            1 << 20,
+        ),
+    ] = 0
+    tenant_blocks: Annotated[
+        str,
+        _bounded("list", "Shares by namespace: NAME=BLOCKS or, elastic, NAME=FLOOR-CEILING, with commas."),
+    ] = ""
+    cache_priority_max: Annotated[
+        int, _bounded("levels", "Highest cache_priority that a request may ask for.", 0, 9)
+    ] = 3
+    cache_ttl_max_s: Annotated[
+        float, _bounded("seconds", "Longest cache_ttl_s that a request may ask for.", 1.0, 365 * 86400.0)
+    ] = 86400.0
+    pin_blocks: Annotated[
+        int, _bounded("blocks", "Blocks of one namespace kept with a cache_priority above 0.", 0, 1 << 20)
+    ] = 64
     receipt_ttl_s: Annotated[int, _bounded("seconds", "How long receipts are kept.", 60, 365 * 86400)] = 86400
     request_lifetime_s: Annotated[
         float,
@@ -101,6 +135,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     collective_timeout_s: Annotated[
         float, _bounded("seconds", "A rank that does not enter a collective by then is lost.", 1.0, 600.0)
     ] = 20.0
+    collective: Annotated[
+        str,
+        _bounded("", "How ranks add: shm (shared memory, x86-64), gloo (sockets), or auto: shm where all can."),
+    ] = "auto"
     start_timeout_s: Annotated[
         float, _bounded("seconds", "Longest wait between two signs of progress at start-up.", 1.0, 3600.0)
     ] = 180.0
@@ -134,6 +172,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         self._check_address()
         self._check_sizes()
         self._check_stores()
+        check_cache(self)
 
     def _check_address(self) -> None:
         if self.address not in ("", "auto") and not _HOST_PORT.fullmatch(self.address):
@@ -144,6 +183,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def _check_sizes(self) -> None:
+        if self.collective not in get_args(CollectiveChoice):
+            raise ConfigError(
+                "collective",
+                f"collective = {self.collective!r} is not one of {', '.join(get_args(CollectiveChoice))}",
+            )
         if self.dtype not in get_args(Dtype):
             raise ConfigError("dtype", f"dtype = {self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
         if self.block_size % 16:

@@ -151,7 +151,7 @@ class Gateway:
 
     def _prompt(self, tokens: list[int], param: str, options: Options) -> PromptPlan:
         budget = new_token_budget(len(tokens), param, options, self.model, self.settings)
-        return PromptPlan(tokens, budget, options.sampling.params(), options.stop)
+        return PromptPlan(tokens, budget, options.sampling.params(), options.stop, options.retention)
 
     # --- plain endpoints ------------------------------------------------------------------------------------
 

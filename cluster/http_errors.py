@@ -32,6 +32,7 @@ _PUBLIC_KINDS: dict[str, tuple[int, str]] = {
     "namespace_revoked": (409, "The namespace was revoked while the request ran; it may be repeated."),
     "service_unavailable": (503, "The service cannot take this request now; it may be repeated."),
     "replica_stopped": (503, "The replica stopped while the request ran; the request may be repeated."),
+    "pool_allotted": (503, "No share of the cache is left for this namespace; its operator can give it one."),
     "deadline_exceeded": (503, "The request reached its maximum lifetime."),
     "cancelled": (503, "The request was cancelled."),
     "internal_error": (500, "The service failed on this request."),

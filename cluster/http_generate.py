@@ -18,6 +18,7 @@ import numpy as np
 
 from copyhold.actors.errors import ActorError
 from copyhold.actors.messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
+from copyhold.actors.retention import DEFAULT_RETENTION, Retention
 from copyhold.models.sampling import SamplingParams
 from copyhold.models.tokenizer import ChatTokenizer, Detokenizer
 from copyhold.namespace.authority import Authorization
@@ -38,6 +39,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     max_new_tokens: int
     sampling: SamplingParams
     stop: StopChoice
+    retention: Retention = DEFAULT_RETENTION
 
 
 class Answer:
@@ -212,7 +214,13 @@ class Answers:
     async def _start_one(self, plan: PromptPlan, request_id: str, stop_ids: tuple[int, ...]) -> Generation:
         tokens = np.asarray(plan.tokens, dtype="<i4").tobytes()
         call = self._backend.generate(
-            self._authorization, request_id, tokens, plan.max_new_tokens, stop_ids, plan.sampling
+            self._authorization,
+            request_id,
+            tokens,
+            plan.max_new_tokens,
+            stop_ids,
+            plan.sampling,
+            plan.retention,
         )
         starting = asyncio.ensure_future(call)
         try:

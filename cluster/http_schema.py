@@ -14,7 +14,10 @@ from typing import Any
 
 import msgspec
 
+from copyhold.actors.retention import DEFAULT_RETENTION, Retention
+
 from .http_errors import ApiError, invalid, model_not_found
+from .http_retention import RETENTION_NAMES, parse_retention
 from .http_rules import CHAT_CHECKS, COMPLETION_CHECKS, check_parameters, wrong_type
 from .http_sampling import (
     SAMPLING_NAMES,
@@ -62,6 +65,7 @@ class Options(msgspec.Struct, frozen=True):
     include_usage: bool
     sampling: SamplingChoice
     stop: StopChoice
+    retention: Retention = DEFAULT_RETENTION
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -90,6 +94,7 @@ _OPTION_NAMES = frozenset(
     {"model", "max_tokens", "stream", "stream_options", "stop_token_ids", "ignore_eos", "return_token_ids"}
     | SAMPLING_NAMES
     | STOP_NAMES
+    | RETENTION_NAMES
 )
 _CHAT_NAMES = _OPTION_NAMES | {"messages", "max_completion_tokens"}
 _COMPLETION_NAMES = _OPTION_NAMES | {"prompt"}
@@ -167,6 +172,7 @@ def _options(body: Mapping[str, Any], model: ServedModelInfo, settings: GatewayS
         _include_usage(body.get("stream_options"), stream),
         parse_sampling(body, model.vocab_size),
         parse_stop(body, settings.max_stop_strings, settings.max_stop_chars),
+        parse_retention(body),
     )
 
 

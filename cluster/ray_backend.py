@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from copyhold.actors.errors import ActorError, ServiceUnavailable
 from copyhold.actors.messages import Failed, GenerateRequest, ReuseReceipt, RouteReceipt, StreamItem
 from copyhold.actors.receipt_store import load_receipt
+from copyhold.actors.retention import DEFAULT_RETENTION, Retention
 from copyhold.actors.routing import DIGEST_EVERY_TOKENS
 from copyhold.kvcore.identity import chain_digests
 from copyhold.models.sampling import SamplingParams
@@ -92,6 +93,7 @@ class RayTenantBackend:
         max_new_tokens: int,
         stop_token_ids: tuple[int, ...],
         sampling: SamplingParams,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> RetryingGeneration:
         """Route and start; the returned stream begins with ``Admitted`` or a ``Failed``."""
         request = GenerateRequest(
@@ -103,6 +105,7 @@ class RayTenantBackend:
             max_new_tokens=max_new_tokens,
             stop_token_ids=stop_token_ids,
             sampling=sampling,
+            retention=retention,
         )
         return RetryingGeneration(request, self._started(request), self._restarted)
 

@@ -21,6 +21,7 @@ from copyhold.actors.world import world_of
 from copyhold.models.manifest import ConvertedCheckpoint
 from copyhold.namespace.authority import ClusterIdentity
 
+from .cache_config import cache_settings
 from .config import Config
 from .launch import LaunchSpec
 from .processes import ProcessIdentity, end_processes, identity
@@ -102,6 +103,7 @@ class ReplicaStarter:
                 max_step_tokens=config.step_budget_tokens,
                 collective_timeout_s=config.collective_timeout_s,
                 channel_path=self._channel_path(running.incarnation),
+                collective=config.collective,
             )
             options = self._options(running, rank + 1) | {"max_concurrency": 2}
             name = worker_name(running.incarnation, rank)
@@ -134,6 +136,7 @@ class ReplicaStarter:
             sessions_store=self._spec.sessions_store,
             receipt_ttl_s=config.receipt_ttl_s,
             request_lifetime_s=config.request_lifetime_s,
+            cache=cache_settings(config),
         )
         options = self._options(running, 0) | {"max_concurrency": 1000}
         running.replica = self._ray.remote(Replica).options(name=running.incarnation, **options).remote(spec)

@@ -50,7 +50,7 @@ __all__ = [
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen and which strings end the text; None is as good as absent.
+    """How tokens are chosen, which strings end the text, how the prefix is kept; None is as good as absent.
 
     Absent ``temperature`` is 0: the likeliest token, the same answer each time. With a temperature an absent ``seed`` is
     any; the same seed gives the same answer. ``stop`` is one string or up to four.
@@ -62,6 +62,9 @@ class Sampling(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     include_stop_str_in_output: bool
+    cache_priority: int | None
+    cache_ttl_s: float | None
+    cache_no_store: bool
 
 
 Message = Mapping[str, Any]

@@ -11,6 +11,7 @@ import numpy as np
 
 from copyhold.actors.errors import ServiceUnavailable
 from copyhold.actors.messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
+from copyhold.actors.retention import DEFAULT_RETENTION, Retention
 from copyhold.models.sampling import SamplingParams
 from copyhold.namespace.authority import Authorization
 from copyhold.namespace.errors import NotFound, Unauthenticated
@@ -97,6 +98,7 @@ class ScriptedBackend:
         self.hold_generate: asyncio.Event | None = None
         self.gate: asyncio.Semaphore | None = None
         self.is_ready = True
+        self.retentions: list[Retention] = []
         self.events: list[str] = []
         self.prompts: list[list[int]] = []
         self.stop_ids: list[tuple[int, ...]] = []
@@ -132,7 +134,9 @@ class ScriptedBackend:
         max_new_tokens: int,
         stop_token_ids: tuple[int, ...],
         sampling: SamplingParams,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> ScriptedGeneration:
+        self.retentions.append(retention)
         self.events.append("generate")
         if self.hold_generate is not None:
             await self.hold_generate.wait()
