@@ -2,7 +2,7 @@
 
 Invariant: a fork moves no bytes: every block that holds valid rows gets one reference per child, and whoever
 writes first into the shared tail is given a copy (see `stepping`). A truncation removes a suffix of one
-request and leaves the rows of every sharer and of the index as they are.
+request, with the row of its new last token, and leaves the rows of every sharer and of the index as they are.
 Source: LEDGER "Commands"; contracts K054, K057, K058, K207 to K210.
 """
 
@@ -124,10 +124,14 @@ def commit_truncate(state: LedgerState, plan: tuple[int, int]) -> dict[str, Any]
 
 
 def truncate_now(state: LedgerState, slot: int, keep: int) -> TruncateFacts:
-    """Forgets tokens from `keep` on, drops the blocks and leases beyond them."""
+    """Forgets tokens from `keep` on and the row of the last one kept, drops the blocks and leases beyond.
+
+    The last token is computed again, because the request can only go on from its logits.
+    """
     requests, tree = state.requests, state.tree
     known, valid = int(requests.num_tokens.array[slot]), int(requests.valid_rows.array[slot])
-    keep, valid = min(keep, known), min(keep, valid)
+    keep = min(keep, known)
+    valid = min(keep - 1, valid)
     terminal = old_terminal = int(requests.terminal.array[slot])
     while tree.end_page(terminal) * state.alignment > valid:
         terminal = int(tree.parent.array[terminal])
@@ -136,11 +140,11 @@ def truncate_now(state: LedgerState, slot: int, keep: int) -> TruncateFacts:
     freed = evictable = 0
     scrub: list[Array] = []
     for group in range(len(state.pools)):
-        more_freed, more_evictable, zeroed = _cut_group(state, slot, keep, valid, terminal, beyond, group)
+        more_freed, more_evictable, zeroed = _cut_group(state, slot, valid, terminal, beyond, group)
         freed, evictable = freed + more_freed, evictable + more_evictable
         scrub.append(zeroed)
         held = int(requests.blocks[group].array[slot])
-        fields[loops.GROUP_FIELDS + 2 * group] = min(held, -(-keep // state.pools[group].block_size))
+        fields[loops.GROUP_FIELDS + 2 * group] = min(held, -(-valid // state.pools[group].block_size))
     lost = state.fingerprint(requests.tokens[slot, keep:known], keep)
     requests.tokens[slot, keep:known] = 0
     requests.put(slot, fields)
@@ -151,13 +155,13 @@ def truncate_now(state: LedgerState, slot: int, keep: int) -> TruncateFacts:
 
 
 def _cut_group(
-    state: LedgerState, slot: int, keep: int, valid: int, terminal: int, beyond: list[int], group: int
+    state: LedgerState, slot: int, valid: int, terminal: int, beyond: list[int], group: int
 ) -> tuple[int, int, Array]:
-    """Drops one group's blocks beyond `keep` tokens and the leases on edges `beyond`; what `pool.drop` says."""
+    """Drops one group's blocks beyond the valid rows and the leases on edges `beyond`; what `pool.drop` says."""
     pool, requests = state.pools[group], state.requests
     table, width = requests.all_tables[group][slot], requests.widths[group]
     held = int(requests.blocks[group].array[slot])
-    kept = min(held, -(-keep // pool.block_size))
+    kept = min(held, -(-valid // pool.block_size))
     first = state.tree.end_page(terminal) * state.tree.per_page[group]
     path = state.tree.path_blocks(beyond, group)
     private = path[path != table[first : first + len(path)]]

@@ -133,7 +133,10 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
 
 
 class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
-    """Cuts a request to its first `num_tokens` tokens. Deferred while its step is in flight."""
+    """Cuts a request to its first `num_tokens` tokens, of which the last is computed again.
+
+    Deferred while its step is in flight.
+    """
 
     request: RequestHandle
     num_tokens: int

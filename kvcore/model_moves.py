@@ -45,7 +45,7 @@ class Bounds(msgspec.Struct, frozen=True):
     requests: int = 2
     longest: int = 3
     floors: int = 1
-    prompts: tuple[tuple[int, ...], ...] = ((0, 0, 0), (1,))
+    prompts: tuple[tuple[int, ...], ...] = ((0, 0, 0),)
 
 
 class Running(msgspec.Struct):
