@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -167,3 +169,16 @@ def test_the_identity_lab_says_what_it_does_not_model(capsys):
 )
 def test_a_wrong_call_is_exit_code_2(arguments):
     assert run(["lab", *arguments]) == 2
+
+
+def test_the_examples_of_the_document_run(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[3] / "docs" / "eviction.md").read_text("utf-8")
+    calls = re.findall(r"^\$ copyhold (lab .*)$", page, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    Path("trace.jsonl").write_text("".join(json.dumps({"hash_ids": [0, n % 5]}) + "\n" for n in range(40)))
+    Path("trace.csv").write_text("a\nb\na\n")
+    for call in calls:
+        assert run(shlex.split(call)) == 0, call
+        assert capsys.readouterr().out
+    assert len(calls) >= 6
+    assert Path("rates.svg").exists()

@@ -61,7 +61,8 @@ def test_a_wrong_field_is_refused_by_name_and_starts_nothing(
     assert backend.retentions == []
 
 
-def test_the_sdk_asks_the_same(client: Client, backend: ScriptedBackend) -> None:
-    client.complete("x", cache_priority=1, cache_ttl_s=60.0)
-    client.chat([{"role": "user", "content": "hi"}], cache_no_store=True)
+def test_the_sdk_asks_the_same(server: LiveServer, backend: ScriptedBackend) -> None:
+    with Client(server.url, "key-a") as client:
+        client.complete("x", cache_priority=1, cache_ttl_s=60.0)
+        client.chat([{"role": "user", "content": "hi"}], cache_no_store=True)
     assert backend.retentions == [Retention(1, 60.0), Retention(no_store=True)]
