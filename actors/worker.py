@@ -36,10 +36,14 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     max_step_tokens: int
     collective_timeout_s: float
     channel_path: str
+    collective: str = "auto"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """Where a rank stands. ``kernel_compilations``: kernels this process had to compile (0 with a warm cache)."""
+    """Where a rank stands. ``kernel_compilations``: kernels this process had to compile (0 with a warm cache).
+
+    ``collective``: what ranks add through: none, shm or gloo.
+    """
 
     rank: int
     pid: int
@@ -48,6 +52,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     pool_bytes: int
     kernel_compilations: int
     failure: str
+    collective: str = ""
 
 
 class TPWorker:
@@ -115,16 +120,17 @@ class TPWorker:
 
     def warm_up(self) -> int:
         """One step on a block that is zeroed again; returns how many loops had to be compiled."""
-        from copyhold.kernels import cpu
+        from copyhold.kernels import cpu, exchange
         from copyhold.kvcore import warm_up as ledger
 
         from .rank import warm_up_step
 
         cpu.warm_up()
+        exchange.warm_up()
         ledger.warm_up()
         warm_up_step(self._shard)
-        counts = [*cpu.compile_counts().values(), *ledger.compile_counts().values()]
-        self._kernel_compilations = sum(misses for _, misses in counts)
+        counts = [loops.compile_counts().values() for loops in (cpu, exchange, ledger)]
+        self._kernel_compilations = sum(misses for loops in counts for _, misses in loops)
         return self._kernel_compilations
 
     def serve(self) -> None:
@@ -161,17 +167,28 @@ class TPWorker:
             pool_bytes=self._pool.total_bytes,
             kernel_compilations=self._kernel_compilations,
             failure=self._failure,
+            collective=self._shard.collective.kind,
         )
 
     def _collective(self, port: int) -> Collective:
         from copyhold.models.collective import GlooCollective, RendezvousStore, SingleProcess
+        from copyhold.models.errors import SharedMemoryRefused
+        from copyhold.models.shm_collective import ShmCollective
 
         spec = self._spec
         if spec.ranks == 1:
             return SingleProcess()
         if self._store is None:
             self._store = RendezvousStore.connect(port, spec.collective_timeout_s)
-        return GlooCollective(self._store, spec.rank, spec.ranks, 1, spec.collective_timeout_s)
+        place = (self._store, spec.rank, spec.ranks, 1, spec.collective_timeout_s)
+        if spec.collective == "gloo":
+            return GlooCollective(*place)
+        try:
+            return ShmCollective(*place)
+        except SharedMemoryRefused:
+            if spec.collective == "shm":
+                raise
+            return GlooCollective(*place)
 
     def _failed_evidence(self) -> StepEvidence:
         ledger = self._rank.ledger

@@ -137,7 +137,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 20.0
     collective: Annotated[
         str,
-        _bounded("", "How ranks add: shm (shared memory, x86-64), gloo (sockets), or auto: shm where all can."),
+        _bounded(
+            "", "How ranks add: shm (shared memory, x86-64), gloo (sockets), or auto: shm where all can."
+        ),
     ] = "auto"
     start_timeout_s: Annotated[
         float, _bounded("seconds", "Longest wait between two signs of progress at start-up.", 1.0, 3600.0)

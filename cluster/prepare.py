@@ -35,7 +35,7 @@ def prepared_model(run_dir: str | Path) -> PreparedModel:
 
 def main(argv: list[str]) -> int:
     """``prepare LAUNCH_FILE``: convert and compile; exit code 1 with a ``Failed`` line when it cannot be done."""
-    from copyhold.kernels import cpu
+    from copyhold.kernels import cpu, exchange
     from copyhold.kvcore import warm_up as ledger
     from copyhold.models.convert import convert
     from copyhold.models.errors import ModelError
@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
         return 1
     _say(Stage("kernels", "compiling"))
     cpu.warm_up()
+    exchange.warm_up()
     ledger.warm_up()
     prepared = PreparedModel(str(checkpoint.path), checkpoint.digest)
     prepared_path(spec.run_dir).write_bytes(msgspec.json.encode(prepared))

@@ -21,6 +21,11 @@ class Collective(Protocol):
     """What a tensor-parallel layer needs; every rank makes the same calls in the same order."""
 
     @property
+    def kind(self) -> str:
+        """What carries the tensors, for status reports."""
+        ...
+
+    @property
     def rank(self) -> int: ...
 
     @property
@@ -44,6 +49,7 @@ class Collective(Protocol):
 class SingleProcess:
     """The collective of a replica with one rank: sums are already whole."""
 
+    kind = "none"
     rank = 0
     world_size = 1
 
@@ -84,6 +90,8 @@ class GlooCollective:
 
     Raises: `CollectiveError` when a peer does not join within `timeout_s` (the store can be used again).
     """
+
+    kind = "gloo"
 
     def __init__(
         self,

@@ -109,3 +109,12 @@ class CollectiveError(ModelError):
     def __init__(self, generation: int, detail: str) -> None:
         self.generation = generation
         super().__init__(f"collective generation {generation} failed: {' '.join(detail.split())}")
+
+
+class SharedMemoryRefused(ModelError):
+    """A rank cannot map the others' segment: another host, an untested processor, no right to open it.
+
+    Raised on every rank alike, so that all of them can form a group of another kind at once; nothing is left.
+    """
+
+    reason = "shared_memory_refused"

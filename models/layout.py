@@ -21,6 +21,9 @@ FORMAT_VERSION = 2
 Dtype = Literal["float32", "bfloat16"]
 """Of weights and of the activations that meet them; residual stream, norms and K/V are float32 in either."""
 
+CollectiveChoice = Literal["auto", "shm", "gloo"]
+"""How ranks of a replica add: by shared memory where all of them can map it, by that alone, or by sockets."""
+
 
 class ShardTensor(msgspec.Struct, frozen=True):
     """Shape and dtype of one tensor of a shard file."""

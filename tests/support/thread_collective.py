@@ -39,6 +39,8 @@ class ThreadMeeting:
 class ThreadCollective:
     """One rank's end of a ``ThreadMeeting``; a ``Collective``."""
 
+    kind = "threads"
+
     def __init__(self, meeting: ThreadMeeting, rank: int, world_size: int) -> None:
         self._meeting = meeting
         self.rank = rank

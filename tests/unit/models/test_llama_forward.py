@@ -181,7 +181,7 @@ def test_a_batch_larger_than_the_scratch_grows_it(alone: ModelRanks) -> None:
 class Shards:
     """A collective that stands for two ranks whose pairs were computed beforehand."""
 
-    rank, world_size = 0, 2
+    kind, rank, world_size = "shards", 0, 2
 
     def __init__(self, other: torch.Tensor) -> None:
         self.other = other
