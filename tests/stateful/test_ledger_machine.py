@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,15 +21,27 @@ from copyhold.kvcore.commands import (
     Complete,
     Dispatch,
     Evict,
+    Fork,
     Genesis,
     GroupSpec,
     Publish,
     Release,
     RequestHandle,
+    Reset,
     RowSpan,
     Scope,
+    Truncate,
 )
-from copyhold.kvcore.errors import DoubleRelease, EvictLiveBlock, LedgerRefusal, OutOfMemory, SlotsExhausted
+from copyhold.kvcore.errors import (
+    DoubleRelease,
+    EvictLiveBlock,
+    ForkOfUnpublishedState,
+    LedgerRefusal,
+    OutOfMemory,
+    ResetWithLiveReferences,
+    SlotsExhausted,
+    StaleNamespaceGeneration,
+)
 from copyhold.kvcore.ledger import Ledger
 
 PAGE, BLOCKS, SLOTS, LONGEST = 2, 12, 4, 16
@@ -53,6 +66,7 @@ class Model:
         self.index: dict[Prefix, int] = {}
         self.running: dict[RequestHandle, dict[str, Any]] = {}
         self.device: dict[tuple[int, int], Prefix] = {}
+        self.copied: dict[int, list[int]] = {}
 
     def prefix(self, scope: Scope, tokens: list[int], pages: int) -> Prefix:
         return scope, tuple(tokens[: pages * PAGE])
@@ -83,7 +97,22 @@ class Model:
 
     def used_blocks(self) -> set[int]:
         held = {block for request in self.running.values() for block in request["blocks"]}
-        return held | set(self.index.values())
+        return held | set(self.index.values()) | self.read_by_copies()
+
+    def read_by_copies(self) -> set[int]:
+        return {block for blocks in self.copied.values() for block in blocks}
+
+    def holders(self, block: int) -> int:
+        return sum(block in request["blocks"] for request in self.running.values())
+
+    def copies(self, handle: RequestHandle) -> bool:
+        """Whether the block under the next row is somebody else's too."""
+        request = self.running[handle]
+        page = request["valid"] // PAGE
+        if request["valid"] % PAGE == 0 or page >= len(request["blocks"]):
+            return False
+        block = request["blocks"][page]
+        return self.holders(block) > 1 or block in self.index.values()
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -130,8 +159,11 @@ class LedgerMachine(RuleBasedStateMachine):
             data.draw(st.lists(st.sampled_from(leaves), unique_by=lambda leaf: leaf.handle)) if leaves else []
         )
 
-    def forget(self, blocks: set[int]) -> None:
+    def forget(self, blocks: set[int]) -> dict[Prefix, int]:
+        """Takes blocks out of the index; what it named."""
+        gone = {key: block for key, block in self.model.index.items() if block in blocks}
         self.model.index = {key: block for key, block in self.model.index.items() if block not in blocks}
+        return gone
 
     @initialize(first=PROMPTS, second=PROMPTS, running=st.booleans())
     def warm(self, first: list[int], second: list[int], running: bool) -> None:
@@ -194,6 +226,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert shared == [model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)]
         request = {"scope": scope, "tokens": list(tokens), "valid": pages * PAGE, "leased": pages}
         request |= {"blocks": shared, "step": None, "ending": None, "transaction": self.transaction}
+        request["cut"] = None
         self.take(request, receipt.new_blocks)
         model.running[receipt.request] = request
         return receipt.request
@@ -222,23 +255,54 @@ class LedgerMachine(RuleBasedStateMachine):
         return max(0, -(-(row.start + row.count) // PAGE) - held)
 
     def do_dispatch(self, rows: list[RowSpan], evict: list[Any]) -> None:
-        need = sum(self.growth(row) for row in rows)
         gone = {int(block) for leaf in evict for block in leaf.blocks}
+        forgotten = self.forget(gone)
+        copies = self.expected_copies(rows)
+        need = sum(self.growth(row) for row in rows) + len(copies)
         self.step += 1
         command = Dispatch(self.step, tuple(rows), tuple(leaf.handle for leaf in evict))
-        if need > BLOCKS - len(self.model.used_blocks()) + len(gone):
+        if need > BLOCKS - len(self.model.used_blocks()):
             self.apply(command, OutOfMemory)
+            self.model.index |= forgotten
             return
         receipt = self.apply(command)
-        self.forget(gone)
         fresh = list(receipt.new_blocks)
-        assert len(fresh) == need
+        assert len(fresh) == need and len(receipt.copies) == len(copies)
+        event(f"{len(copies)} copies")
+        told = iter(receipt.copies)
+        self.model.copied[self.step] = [source for source, _ in copies.values()]
         for row in rows:
             request, grown = self.model.running[row.request], self.growth(row)
+            if row.request in copies:
+                self.copy(request, fresh.pop(0), *copies[row.request], next(told))
             self.take(request, fresh[:grown])
             fresh = fresh[grown:]
             request["step"], request["transaction"] = self.step, None
         self.flights[self.step] = rows
+
+    def expected_copies(self, rows: list[RowSpan]) -> dict[RequestHandle, tuple[int, int]]:
+        """(block, rows) that each request is given a copy of; the last holder keeps the block."""
+        copies: dict[RequestHandle, tuple[int, int]] = {}
+        tables = {handle: request["blocks"] for handle, request in self.model.running.items()}
+        for row in rows:
+            request = self.model.running[row.request]
+            if self.model.copies(row.request):
+                page = request["valid"] // PAGE
+                copies[row.request] = (request["blocks"][page], request["valid"] % PAGE)
+                request["blocks"] = [*request["blocks"][:page], -1, *request["blocks"][page + 1 :]]
+        for handle, request in self.model.running.items():
+            request["blocks"] = tables[handle]
+        return copies
+
+    def copy(self, request: dict[str, Any], target: BlockHandle, source: int, rows: int, told: Any) -> None:
+        """The device carries a copy out."""
+        assert (told.group, told.source, told.target, told.rows) == (0, source, target.block, rows)
+        blocks = request["blocks"]
+        page = blocks.index(source)
+        self.take({**request, "blocks": []}, [target])
+        request["blocks"] = [*blocks[:page], target.block, *blocks[page + 1 :]]
+        for row in range(rows):
+            self.model.device[(target.block, row)] = self.model.device[(source, row)]
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data())
@@ -260,6 +324,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.model.device[key] = (request["scope"], tuple(request["tokens"][: position + 1]))
             if outcomes[index] == "sample" and row.start + row.count == len(request["tokens"]):
                 sampled.append((index, tokens[index]))
+        del self.model.copied[step]
         receipt = self.apply(Complete(step, tuple(sampled), discarded))
         chosen = dict(sampled)
         for index, row in enumerate(rows):
@@ -268,6 +333,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert receipt.sealed[index] == end // PAGE - row.start // PAGE
             request["valid"], request["step"] = end, None
             request["tokens"] += [chosen[index]] if index in chosen else []
+            if request["cut"] is not None:
+                self.cut(row.request, request["cut"])
             if request["ending"] is not None:
                 self.end(row.request)
         assert {facts.request for facts in receipt.released} <= set(self.ended)
@@ -316,6 +383,63 @@ class LedgerMachine(RuleBasedStateMachine):
             request["ending"] = reason
         else:
             self.end(handle)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), children=st.integers(1, 2))
+    def fork(self, data: st.DataObject, children: int) -> None:
+        model = self.model
+        handle = data.draw(st.sampled_from(list(model.running)))
+        request = model.running[handle]
+        if request["scope"].generation < model.floor[request["scope"].namespace]:
+            self.apply(Fork(handle, children), StaleNamespaceGeneration)
+        elif request["step"] is not None:
+            self.apply(Fork(handle, children), ForkOfUnpublishedState)
+        elif len(model.running) + children > SLOTS:
+            self.apply(Fork(handle, children), SlotsExhausted)
+        else:
+            blocks = request["blocks"][: -(-request["valid"] // PAGE)]
+            for child in self.apply(Fork(handle, children)).children:
+                model.running[child] = {**request, "blocks": list(blocks), "transaction": None}
+                model.running[child]["tokens"] = list(request["tokens"])
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(list(self.model.running)))
+        request = self.model.running[handle]
+        count = data.draw(st.integers(1, len(request["tokens"])))
+        if request["ending"] is not None:
+            self.apply(Truncate(handle, count), DoubleRelease)
+            return
+        receipt = self.apply(Truncate(handle, count))
+        assert receipt.deferred == (request["step"] is not None)
+        if receipt.deferred:
+            request["cut"] = min(count, request["cut"] or count)
+        else:
+            self.cut(handle, count)
+
+    def cut(self, handle: RequestHandle, count: int) -> None:
+        request = self.model.running[handle]
+        request["tokens"] = request["tokens"][:count]
+        request["valid"] = min(request["valid"], len(request["tokens"]) - 1)
+        request["blocks"] = request["blocks"][: -(-request["valid"] // PAGE)]
+        request["cut"] = None
+        # A lease ends where an edge ends; where edges end is the tree's affair.
+        state = self.ledger.state
+        request["leased"] = state.tree.end_page(int(state.requests.terminal.array[handle.slot]))
+        assert request["leased"] * PAGE <= request["valid"]
+
+    @rule(namespace=st.sampled_from(["a", "b"]))
+    def reset(self, namespace: str) -> None:
+        model = self.model
+        scope = Scope(namespace, model.floor[namespace], b"w")
+        mine = {key: block for key, block in model.index.items() if key[0] == scope}
+        held = {block for request in model.running.values() for block in request["blocks"]}
+        if set(mine.values()) & held or set(mine) & model.leased():
+            self.apply(Reset(scope), ResetWithLiveReferences)
+            return
+        assert self.apply(Reset(scope)).freed_blocks == len(mine)
+        self.forget(set(mine.values()))
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data())
@@ -374,6 +498,7 @@ class LedgerMachine(RuleBasedStateMachine):
         held = {block for request in model.running.values() for block in request["blocks"]}
         leased = model.leased()
         idle = {block for key, block in model.index.items() if key not in leased and block not in held}
+        idle -= model.read_by_copies()
         assert gauge.free == BLOCKS - len(model.used_blocks()) and gauge.evictable == len(idle)
         assert set(ledger.running()) == set(model.running)
         for handle, request in model.running.items():
@@ -385,7 +510,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 row = model.device[(request["blocks"][position // PAGE], position % PAGE)]
                 assert row == (request["scope"], tuple(request["tokens"][: position + 1]))
         for (block, _), (scope, _) in model.device.items():
-            assert scope.generation >= model.floor[scope.namespace] or block in held
+            assert scope.generation >= model.floor[scope.namespace] or block in held | model.read_by_copies()
 
     def teardown(self) -> None:
         """Whatever happened, everything can be given back."""
@@ -400,4 +525,5 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+EXAMPLES = int(os.environ.get("COPYHOLD_LEDGER_EXAMPLES", "200"))
+TestLedgerMachine.settings = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)
