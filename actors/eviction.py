@@ -240,13 +240,12 @@ class Evictor:
 
     def _exposed(self, node: NodeHandle) -> int | None:
         """The first block of an edge that could go now, given what the running choice has taken."""
-        try:
-            view = self._ledger.node(node)
-        except StaleTreeVersion:
+        tree, number = self._ledger.state.tree, node.node
+        if int(tree.generation.array[number]) != node.generation or not tree.pages.array[number]:
             return None
-        if view.leases or view.num_children - self._gone.get(node.node, 0):
+        if int(tree.num_children[number]) != self._gone.get(number, 0) or tree.lock(number):
             return None
-        return int(view.blocks[0])
+        return int(tree.blocks[number][0])
 
 
 class _Choice:
@@ -275,7 +274,7 @@ class _Choice:
         heapify(heads)
         while heads and freed < needed:
             _, name, lowest = heads[0]
-            blocks = len(self._evictor._ledger.node(lowest.node).blocks)
+            blocks = len(self._evictor._ledger.state.tree.blocks[lowest.node.node])
             if self._freed.get(name, 0) + blocks > spare[name]:
                 heappop(heads)
                 continue
@@ -322,17 +321,18 @@ class _Choice:
             self._set_aside.append((queue, lowest.node, lowest.unit))
 
     def _remove(self, name: str, node: NodeHandle) -> None:
-        queue, view = self._evictor._queue(name), self._evictor._ledger.node(node)
+        queue, tree = self._evictor._queue(name), self._evictor._ledger.state.tree
+        blocks, parent = tree.blocks[node.node], int(tree.parent.array[node.node])
         queue.take(node)
-        self._set_aside.append((queue, node, int(view.blocks[0])))
+        self._set_aside.append((queue, node, int(blocks[0])))
         self._nodes.append(node)
         self._namespaces.append(name)
-        self._blocks.append(view.blocks)
-        self._freed[name] = self._freed.get(name, 0) + len(view.blocks)
-        if view.parent.node:
+        self._blocks.append(blocks)
+        self._freed[name] = self._freed.get(name, 0) + len(blocks)
+        if parent:
             gone = self._evictor._gone
-            gone[view.parent.node] = gone.get(view.parent.node, 0) + 1
-            queue.push(view.parent)
+            gone[parent] = gone.get(parent, 0) + 1
+            queue.push(NodeHandle(parent, int(tree.generation.array[parent])))
 
 
 def _until(asked: Retention, now_s: float) -> float:
