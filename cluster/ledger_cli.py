@@ -101,9 +101,9 @@ def ledger_check(
     json: JsonOption = False,
 ) -> int:
     """Explore every reachable state of a tiny ledger, audit each, and report what was covered."""
-    from copyhold.kvcore.model_check import Bounds, explore
+    from copyhold.kvcore.model_check import DEEP, Bounds, explore_all
 
-    report = explore(Bounds(blocks=blocks, requests=requests))
+    report = explore_all((DEEP, Bounds(blocks=blocks, requests=requests)))
     document = report.document()
     Output(json).emit(document, report.text())
     return 0 if document["ok"] else 1
