@@ -19,7 +19,10 @@ from .errors import LedgerRefusal
 from .model_moves import WORLD, Bounds, moves, probes
 from .model_state import Arena, Snapshot, canonical_key
 
-__all__ = ["Bounds", "CheckReport", "Violation", "explore"]
+__all__ = ["DEEP", "Bounds", "CheckReport", "Violation", "explore", "explore_all"]
+
+DEEP = Bounds(requests=1, longest=4, floors=0, prompts=((0, 0, 0, 0), (0, 0, 1)))
+"""One request at a time over two index pages: edges are split, nodes have children."""
 
 EXPECTED_MOVES = frozenset(
     [
@@ -72,7 +75,7 @@ class Violation(msgspec.Struct, frozen=True):
 class CheckReport(msgspec.Struct, frozen=True):
     """`complete`: the whole state space within the bounds was seen."""
 
-    bounds: Bounds
+    bounds: tuple[Bounds, ...]
     states: int
     transitions: int
     depth: int
@@ -173,7 +176,7 @@ def explore(bounds: Bounds, most_states: int = 1_000_000) -> CheckReport:
         layer = deeper
         depth += bool(deeper)
     return CheckReport(
-        bounds=bounds,
+        bounds=(bounds,),
         states=len(search.came),
         transitions=search.transitions,
         depth=depth,
@@ -181,6 +184,26 @@ def explore(bounds: Bounds, most_states: int = 1_000_000) -> CheckReport:
         moves=dict(search.moves),
         refusals=dict(search.refusals),
         violations=() if wrong is None else (wrong,),
+    )
+
+
+def explore_all(spaces: tuple[Bounds, ...]) -> CheckReport:
+    """Visits several spaces; figures are sums, depth is the greatest."""
+    reports = [explore(bounds) for bounds in spaces]
+    moves: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+    for report in reports:
+        moves.update(report.moves)
+        refusals.update(report.refusals)
+    return CheckReport(
+        bounds=spaces,
+        states=sum(report.states for report in reports),
+        transitions=sum(report.transitions for report in reports),
+        depth=max(report.depth for report in reports),
+        complete=all(report.complete for report in reports),
+        moves=dict(moves),
+        refusals=dict(refusals),
+        violations=tuple([found for report in reports for found in report.violations]),
     )
 
 
