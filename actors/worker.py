@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from copyhold.models.layout import CollectiveChoice
+
 from .agreement import ledger_findings
 from .errors import TransportClosed
 from .plan import StepEvidence, decode_plan, encode_evidence
@@ -36,7 +38,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     max_step_tokens: int
     collective_timeout_s: float
     channel_path: str
-    collective: str = "auto"
+    collective: CollectiveChoice = "auto"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -171,24 +173,15 @@ class TPWorker:
         )
 
     def _collective(self, port: int) -> Collective:
-        from copyhold.models.collective import GlooCollective, RendezvousStore, SingleProcess
-        from copyhold.models.errors import SharedMemoryRefused
-        from copyhold.models.shm_collective import ShmCollective
+        from copyhold.models.collective import RendezvousStore, SingleProcess
+        from copyhold.models.shm_collective import join_ranks
 
         spec = self._spec
         if spec.ranks == 1:
             return SingleProcess()
         if self._store is None:
             self._store = RendezvousStore.connect(port, spec.collective_timeout_s)
-        place = (self._store, spec.rank, spec.ranks, 1, spec.collective_timeout_s)
-        if spec.collective == "gloo":
-            return GlooCollective(*place)
-        try:
-            return ShmCollective(*place)
-        except SharedMemoryRefused:
-            if spec.collective == "shm":
-                raise
-            return GlooCollective(*place)
+        return join_ranks(spec.collective, self._store, spec.rank, spec.ranks, 1, spec.collective_timeout_s)
 
     def _failed_evidence(self) -> StepEvidence:
         ledger = self._rank.ledger

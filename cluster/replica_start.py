@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -18,6 +19,7 @@ from copyhold.actors.names import replica_name, worker_name
 from copyhold.actors.replica import Replica, ReplicaSpec
 from copyhold.actors.worker import TPWorker, WorkerSpec
 from copyhold.actors.world import world_of
+from copyhold.models.layout import CollectiveChoice
 from copyhold.models.manifest import ConvertedCheckpoint
 from copyhold.namespace.authority import ClusterIdentity
 
@@ -103,7 +105,7 @@ class ReplicaStarter:
                 max_step_tokens=config.step_budget_tokens,
                 collective_timeout_s=config.collective_timeout_s,
                 channel_path=self._channel_path(running.incarnation),
-                collective=config.collective,
+                collective=msgspec.convert(config.collective, CollectiveChoice),
             )
             options = self._options(running, rank + 1) | {"max_concurrency": 2}
             name = worker_name(running.incarnation, rank)

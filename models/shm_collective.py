@@ -31,8 +31,9 @@ import torch.distributed as dist
 
 from copyhold.kernels import exchange
 
-from .collective import RendezvousStore
+from .collective import GlooCollective, RendezvousStore
 from .errors import CollectiveError, SharedMemoryRefused
+from .layout import CollectiveChoice
 
 _MAGIC = b"copyhold ranks 1"
 _PAGE = 4096
@@ -170,6 +171,27 @@ class ShmCollective:
         self._failure = failure
         self._over[0] = 1
         return CollectiveError(self.generation, failure)
+
+
+def join_ranks(
+    choice: CollectiveChoice,
+    store: RendezvousStore,
+    rank: int,
+    world_size: int,
+    generation: int,
+    timeout_s: float,
+) -> ShmCollective | GlooCollective:
+    """The group that `choice` asks for; `auto` is gloo on every rank as soon as one refuses shared memory.
+
+    Raises: `CollectiveError`, and `SharedMemoryRefused` where nothing but shared memory is asked for.
+    """
+    if choice != "gloo":
+        try:
+            return ShmCollective(store, rank, world_size, generation, timeout_s)
+        except SharedMemoryRefused:
+            if choice == "shm":
+                raise
+    return GlooCollective(store, rank, world_size, generation, timeout_s)
 
 
 class _Processes:

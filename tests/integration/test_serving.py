@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import httpx
@@ -104,10 +105,12 @@ def test_explain_and_receipt_show_own_lengths_only(server: LiveServer) -> None:
     )
 
 
-def test_actors_compiled_no_kernel(server: LiveServer) -> None:
+def test_actors_compiled_no_kernel_and_share_memory(server: LiveServer) -> None:
+    expected = "shm" if platform.machine() == "x86_64" else "gloo"
     ranks = server.admin.ranks()["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert [rank["kernel_compilations"] for rank in ranks] == [0, 0]
+    assert [rank["collective"] for rank in ranks] == [expected, expected]
 
 
 def test_ledgers_were_compared_at_every_step(server: LiveServer) -> None:

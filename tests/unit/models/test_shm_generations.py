@@ -18,7 +18,8 @@ from copyhold.kernels import exchange
 from copyhold.models import shm_collective
 from copyhold.models.collective import Collective, RendezvousStore
 from copyhold.models.errors import CollectiveError, SharedMemoryRefused
-from copyhold.models.shm_collective import ShmCollective
+from copyhold.models.layout import CollectiveChoice
+from copyhold.models.shm_collective import ShmCollective, join_ranks
 
 pytestmark = pytest.mark.skipif(not exchange.supported(), reason="shared-memory sums are for x86-64")
 
@@ -211,6 +212,26 @@ def test_a_rank_elsewhere_refuses_on_all_ranks_alike(
     for attempt in tries:
         with pytest.raises(SharedMemoryRefused, match="rank 1: it is not on rank 0's host"):
             attempt.result()
+
+
+def test_ranks_that_cannot_share_memory_add_over_sockets_unless_told_otherwise(
+    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kinds(choice: CollectiveChoice, generation: int) -> list[str]:
+        def work(mine: RendezvousStore, rank: int) -> str:
+            group = join_ranks(choice, mine, rank, 2, generation, 5.0)
+            tensor = torch.ones(3)
+            group.all_reduce(tensor)
+            assert tensor.tolist() == [2, 2, 2]
+            return group.kind
+
+        return [attempt.result() for attempt in on_two_threads(store, work)]
+
+    assert kinds("auto", 1) == kinds("shm", 2) == ["shm", "shm"] and kinds("gloo", 3) == ["gloo", "gloo"]
+    monkeypatch.setattr(exchange, "supported", lambda: False)
+    assert kinds("auto", 4) == ["gloo", "gloo"]
+    with pytest.raises(SharedMemoryRefused, match="rank 0: not tested on"):
+        kinds("shm", 5)
 
 
 def test_different_calls_are_an_error_and_strided_tensors_are_summed_in_place(store: RendezvousStore) -> None:
