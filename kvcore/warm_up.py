@@ -67,7 +67,7 @@ def warm_up() -> None:
     life.apply(Publish((first, second)))
     (child,) = life.apply(Fork(first, 1)).children
     life.step(first, child)
-    life.apply(Truncate(child, 9))
+    life.apply(Truncate(child, 10))
     life.apply(Truncate(child, 3))
     for handle in (child, second, first):
         life.apply(Release(handle, "finish"))

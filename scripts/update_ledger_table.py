@@ -5,6 +5,7 @@ A test compares them, so that neither can change alone: ``python scripts/update_
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def refusals_table() -> str:
     """Every refusal of the ledger with its fields and what it means, by name."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     rows = {
-        kind.reason: f"| `{kind.reason}` | {', '.join(kind.__dataclass_fields__)} | {_meaning(kind)} |"
+        kind.reason: f"| `{kind.reason}` | {', '.join(_fields(kind))} | {_meaning(kind)} |"
         for kind in kinds
         if issubclass(kind, LedgerRefusal) and kind is not LedgerRefusal
     }
@@ -34,6 +35,10 @@ def updated(page: str) -> str:
     page, times = marked.subn(lambda match: f"{match[1]}\n{refusals_table()}\n\n{match[2]}", page)
     assert times == 1, f"{times} places"
     return page
+
+
+def _fields(kind: type[LedgerRefusal]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
 
 
 def _meaning(kind: type[LedgerRefusal]) -> str:

@@ -16,7 +16,7 @@ from copyhold.kvcore.ledger import Ledger
 
 rng = random.Random(2024)
 ledger = Ledger()
-ledger.apply(Genesis(b"w" * 32, (GroupSpec("full", 4, 96),), 12, 96, "pool"))
+ledger.apply(Genesis(b"w" * 32, (GroupSpec("full", 4, 96), GroupSpec("coarse", 6, 80)), 12, 96, "pool"))
 scopes = {name: 1 for name in ("alpha", "beta", "gamma", "delta")}
 step = transaction = refused = 0
 digests = [ledger.machine_digest]
@@ -24,7 +24,7 @@ digests = [ledger.machine_digest]
 def attempt(command):
     global refused
     try:
-        receipt = ledger.apply(command)
+        receipt = ledger.apply(pack(command) if rng.random() < 0.5 else command)
     except LedgerRefusal:
         refused += 1
         return None
@@ -33,7 +33,7 @@ def attempt(command):
 
 flights = []
 for turn in range(2500):
-    kind = rng.randrange(12)
+    kind = rng.randrange(15)
     running = ledger.running()
     idle = [handle for handle in running if not ledger.request(handle).in_flight]
     if kind < 4:
@@ -74,6 +74,14 @@ for turn in range(2500):
             attempt(AdvanceGeneration(name, scopes[name]))
         else:
             attempt(Abort(rng.randrange(transaction + 1)))
+    elif kind == 12 and idle:
+        attempt(Fork(rng.choice(idle), rng.randrange(1, 3)))
+    elif kind == 13 and running:
+        handle = rng.choice(running)
+        attempt(Truncate(handle, rng.randrange(1, ledger.request(handle).num_tokens + 2)))
+    elif kind == 14 and rng.random() < 0.3:
+        name = rng.choice(sorted(scopes))
+        attempt(Reset(Scope(name, scopes[name], b"w")))
 audit(ledger)
 print(ledger.log_index, refused, ledger.committed_digest.hex(), *[digest.hex() for digest in digests])
 """
