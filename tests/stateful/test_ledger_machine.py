@@ -435,6 +435,7 @@ class LedgerMachine(RuleBasedStateMachine):
         scope = Scope(namespace, model.floor[namespace], b"w")
         mine = {key: block for key, block in model.index.items() if key[0] == scope}
         held = {block for request in model.running.values() for block in request["blocks"]}
+        held |= model.read_by_copies()
         if set(mine.values()) & held or set(mine) & model.leased():
             self.apply(Reset(scope), ResetWithLiveReferences)
             return
