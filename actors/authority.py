@@ -200,14 +200,18 @@ class NamespaceActor:
         return self._refusing(lambda: {"key": self._authority.create_key(tenant)})
 
     async def set_key_enabled(self, key_id: str, enabled: bool) -> dict[str, Any] | Refusal:
-        """Accept or refuse a key; requests that run under a refused one end with the replicas' next renewal."""
+        """Accept or refuse a key; requests that run under a refused one end before this returns."""
         change = self._authority.enable_key if enabled else self._authority.disable_key
-        return self._refusing(lambda: {"key_id": change(key_id).key_id, "enabled": enabled})
+        answer = self._refusing(lambda: {"key_id": change(key_id).key_id, "enabled": enabled})
+        await self._fleet.refresh()
+        return answer
 
     async def set_namespace_enabled(self, namespace: str, enabled: bool) -> dict[str, Any] | Refusal:
-        """Open or close a namespace; its cached state stays (revocation is another act)."""
+        """Open or close a namespace; its requests end, its cached state stays (revocation is another act)."""
         change = self._authority.enable_namespace if enabled else self._authority.disable_namespace
-        return self._refusing(lambda: {"namespace": change(namespace).name, "enabled": enabled})
+        answer = self._refusing(lambda: {"namespace": change(namespace).name, "enabled": enabled})
+        await self._fleet.refresh()
+        return answer
 
     async def revoke(self, namespace: str, deadline_s: float) -> bytes | Refusal:
         """Revoke the namespace's current generation; the certificate's bytes."""

@@ -109,6 +109,10 @@ class RayFleet:
         """Delete session records of a generation and rewrite their store's file."""
         await asyncio.to_thread(self._sessions.delete_generation, namespace, generation)
 
+    async def refresh(self) -> None:
+        """Have every replica take the floors in force now; one that cannot be reached takes them with its renewal."""
+        await self._ask_each(self._replicas(), "refresh")
+
     # -- operator -----------------------------------------------------------------------------------------------
 
     async def replica_status(self) -> list[dict[str, Any]]:

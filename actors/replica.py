@@ -411,6 +411,11 @@ class Replica:
             except (NamespaceError, RayError) as error:
                 self._lease_refusal = f"{type(error).__name__}: {error}"
 
+    async def refresh(self) -> None:
+        """Renew at once and end what the floors now refuse: the authority calls it after a key or namespace changed."""
+        await self._renew()
+        await self._end_refused()
+
     async def _end_refused(self) -> None:
         """End what runs under a disabled key or namespace, and what has outlived a request's own lifetime."""
         floors, lifetime_s = self._lease.floors, self._spec.request_lifetime_s

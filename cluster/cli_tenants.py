@@ -93,7 +93,7 @@ def tenants_disable_key(
     key_id: Annotated[str, typer.Argument(help="Key id: the part between ch_ and the second underscore.")],
     json: JsonOption = False,
 ) -> None:
-    """Refuse a key from now on; requests that run under it end with the next lease renewal."""
+    """Refuse a key from now on; requests that run under it end."""
     answer = admin.set_key_enabled(key_id, False)
     Output(json).emit({"ok": True, **answer}, f"key {key_id} is disabled")
 
