@@ -50,13 +50,14 @@ def main(argv: list[str]) -> int:
 
 def prepare(task: PrepareTask) -> dict[str, str]:
     """Fill both caches."""
-    from copyhold.kernels.cpu import warm_up
     from copyhold.models.convert import convert
+
+    from .prepare import compile_kernels
 
     source = Path(task.source) if task.source else None
     for tp_size, dtype in task.shapes:
         convert(source, Path(task.cache_dir), tp_size, None, dtype)
-    warm_up()
+    compile_kernels()
     return {}
 
 

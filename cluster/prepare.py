@@ -33,10 +33,18 @@ def prepared_model(run_dir: str | Path) -> PreparedModel:
     return msgspec.json.decode(prepared_path(run_dir).read_bytes(), type=PreparedModel)
 
 
-def main(argv: list[str]) -> int:
-    """``prepare LAUNCH_FILE``: convert and compile; exit code 1 with a ``Failed`` line when it cannot be done."""
+def compile_kernels() -> None:
+    """Fill the package's own caches: attention, sums over ranks, the ledger's loops. Seconds once, then nothing."""
     from copyhold.kernels import cpu, exchange
     from copyhold.kvcore import warm_up as ledger
+
+    cpu.warm_up()
+    exchange.warm_up()
+    ledger.warm_up()
+
+
+def main(argv: list[str]) -> int:
+    """``prepare LAUNCH_FILE``: convert and compile; exit code 1 with a ``Failed`` line when it cannot be done."""
     from copyhold.models.convert import convert
     from copyhold.models.errors import ModelError
     from copyhold.models.layout import Dtype
@@ -59,9 +67,7 @@ def main(argv: list[str]) -> int:
         _say(Failed(type(error).__name__, str(error)))
         return 1
     _say(Stage("kernels", "compiling"))
-    cpu.warm_up()
-    exchange.warm_up()
-    ledger.warm_up()
+    compile_kernels()
     prepared = PreparedModel(str(checkpoint.path), checkpoint.digest)
     prepared_path(spec.run_dir).write_bytes(msgspec.json.encode(prepared))
     return 0
