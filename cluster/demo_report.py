@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .demo_checks import Check, Turn
 
-_REPLY_CHARS = 40
+_REPLY_CHARS = 28
 _PLAIN_WIDTH = 120
 
 
