@@ -110,7 +110,7 @@ def step_batch(ledger: Ledger, dispatch: Dispatch, sample: tuple[int, ...], bloc
         slot, end = span.request.slot, span.start + span.count
         rows = np.arange(span.start, end, dtype=np.int64)
         blocks = ledger.tables[slot, rows // block_size].astype(np.int64)
-        tokens.append(ledger.request_tokens(span.request)[span.start : end])
+        tokens.append(ledger.request_tokens(span.request, span.start, end))
         positions.append(rows)
         slots.append(blocks * block_size + rows % block_size)
         starts.append(starts[-1] + span.count)

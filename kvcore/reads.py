@@ -131,11 +131,14 @@ class LedgerReads:
         requests = self.state.requests
         return tuple([requests.handle(int(slot)) for slot in np.flatnonzero(requests.active.array)])
 
-    def request_tokens(self, handle: RequestHandle) -> Array:
-        """Known tokens of a request, int32 copy. Raises: StaleRequestGeneration."""
+    def request_tokens(self, handle: RequestHandle, start: int = 0, stop: int | None = None) -> Array:
+        """Known tokens [start, stop) of a request, all of them by default; int32 copy of just those.
+
+        Raises: StaleRequestGeneration.
+        """
         requests = self.state.requests
         slot = requests.slot_of(handle)
-        return requests.tokens[slot, : int(requests.num_tokens.array[slot])].copy()
+        return requests.tokens[slot, : int(requests.num_tokens.array[slot])][start:stop].copy()
 
     def block(self, handle: BlockHandle) -> int:
         """The block id of a handle. Raises: StalePoolGeneration, CacheGroupMismatch, UnknownPhysicalBlock,
