@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -33,6 +34,10 @@ _CHUNK = 256
 _LOG2E = np.float32(1.4426950408889634)
 _MASKED = np.float32(-3.0e38)
 _SMALLEST = np.float32(-126)
+_LN2 = 0.6931471805599453
+
+Floats = npt.NDArray[np.float32]
+Int32s = npt.NDArray[np.int32]
 
 _jit = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
 _callee = njit(nogil=True, error_model="numpy", fastmath={"contract"})
@@ -352,31 +357,52 @@ def _tile_values(typing_context, weights, weight_at, v, v_at, sums, sum_at, head
 
 
 @_callee
-def _weigh(scores, at, tiles, visible, maximum, lanes):
-    """Turn a row's scores of a chunk into weights, in place; returns the row's new maximum and the weights' sum.
+def _cap(row, soft_cap):
+    """`soft_cap * tanh(score / soft_cap)` in place, over scores that are already in units of log2."""
+    cap = np.float32(soft_cap * _LOG2E)
+    slope = np.float32(-2) * _LOG2E / cap
+    for i in range(row.shape[0]):
+        x = row[i]
+        e = _exp2(max(abs(x) * slope, _SMALLEST))
+        capped = cap * ((np.float32(1) - e) / (np.float32(1) + e))
+        row[i] = -capped if x < 0 else capped
 
-    Tokens from `visible` on weigh nothing, whatever their scores are.
+
+@_callee
+def _weigh(scores, at, tiles, low, high, soft_cap, maximum, lanes):
+    """Turn a row's scores of some tiles into weights, in place; returns the row's new maximum and the weights' sum.
+
+    Tokens outside `[low, high)` weigh nothing, whatever their scores are; zeros leave every partial sum as it is, so
+    that the result does not depend on how many tiles beside the visible ones were passed.
     """
     row = scores[at : at + tiles * TILE]
-    hidden = max(visible, 0)
-    for i in range(hidden, row.shape[0]):
+    length = row.shape[0]
+    start = min(max(low, 0), length)
+    stop = max(min(high, length), start)
+    if soft_cap > 0:
+        _cap(row, soft_cap)
+    for i in range(start):
+        row[i] = _MASKED
+    for i in range(stop, length):
         row[i] = _MASKED
     for i in range(TILE):
         lanes[i] = maximum
-    for c in range(0, row.shape[0], TILE):
+    for c in range(0, length, TILE):
         for i in range(TILE):
             lanes[i] = row[c + i] if row[c + i] > lanes[i] else lanes[i]
     top = maximum
     for i in range(TILE):
         top = max(top, lanes[i])
-    for i in range(row.shape[0]):
+    for i in range(length):
         x = row[i] - top
         row[i] = _exp2(_SMALLEST if x < _SMALLEST else x)
-    for i in range(hidden, row.shape[0]):
+    for i in range(start):
+        row[i] = 0
+    for i in range(stop, length):
         row[i] = 0
     for i in range(TILE):
         lanes[i] = 0
-    for c in range(0, row.shape[0], TILE):
+    for c in range(0, length, TILE):
         for i in range(TILE):
             lanes[i] += row[c + i]
     total = np.float32(0)
@@ -396,23 +422,38 @@ class _Work(NamedTuple):
     """`[_ROWS * _CHUNK]`"""
     maxima: Any
     sums: Any
+    lows: Any
+    """`[_ROWS]` int64: the first token that each row sees"""
+    highs: Any
+    """`[_ROWS]` int64: where the tokens that each row sees end"""
     lanes: Any
 
 
-@_callee
-def _visible(start, row, rows, group, chunk):
-    """How many tokens from `chunk` on a query row sees; a row past the last one counts as the last."""
-    return start + min(row, rows - 1) // group + 1 - chunk
+class _Sight(NamedTuple):
+    """What the query rows of one sequence may see of its K/V rows."""
+
+    first: Any
+    """No row sees a token below this one"""
+    context: Any
+    """No row sees a token from this one on"""
+    start: Any
+    """Position of the first query row, where `causal`"""
+    causal: Any
+    window: Any
+    """A row sees at most so many tokens, its own included; 0 is no limit; only where `causal`"""
 
 
 @_callee
-def _load_rows(work, q, first, rows, base, kv, group, scale):
-    """Fill the buffers with the query rows from `base` on, whole micro tiles of them."""
+def _load_rows(work, q, first, rows, base, kv, group, scale, sight):
+    """Fill the buffers with the query rows from `base` on, whole micro tiles of them, and what each sees."""
     head_dim = q.shape[2]
     for r in range((min(_ROWS, rows - base) + _MICRO - 1) // _MICRO * _MICRO):
         work.maxima[r] = _MASKED
         work.sums[r] = 0
         row = min(base + r, rows - 1)
+        position = sight.start + row // group
+        work.lows[r] = max(sight.first, position + 1 - sight.window) if sight.window > 0 else sight.first
+        work.highs[r] = min(sight.context, position + 1) if sight.causal else sight.context
         source = q[first + row // group, kv * group + row % group]
         for d in range(head_dim):
             work.acc[r * head_dim + d] = 0
@@ -420,79 +461,195 @@ def _load_rows(work, q, first, rows, base, kv, group, scale):
 
 
 @_callee
-def _attend(work, start, rows, base, group, k_layer, v_layer, kv, table):
-    """Run the buffered rows over all tokens they see, a chunk at a time: scores, weights, weighted V rows."""
+def _attend(work, count, first, stop, soft_cap, k_layer, v_layer, kv, table):
+    """Run `count` buffered rows over the tokens in `[first, stop)` that they see, chunk by chunk of absolute positions.
+
+    In a chunk: scores, then weights, then weighted V rows. Both limits of what a row sees rise with the row.
+    """
     kv_heads, head_dim = k_layer.shape[1], k_layer.shape[2]
     k, v, tile_size = k_layer.reshape(-1), v_layer.reshape(-1), head_dim * TILE
-    count = min(_ROWS, rows - base)
-    seen_by_all = start + (base + count - 1) // group + 1
-    for chunk in range(0, seen_by_all, _CHUNK):
-        tiles = (min(_CHUNK, seen_by_all - chunk) + TILE - 1) // TILE
-        for j in range(tiles):
+    begin = max(work.lows[0], first)
+    end = min(work.highs[count - 1], stop)
+    for chunk in range(begin // _CHUNK * _CHUNK, end, _CHUNK):
+        j_first = max(begin - chunk, 0) // TILE
+        j_stop = (min(_CHUNK, end - chunk) + TILE - 1) // TILE
+        for j in range(j_first, j_stop):
             at = (np.int64(table[chunk // TILE + j]) * kv_heads + kv) * tile_size
-            following = (np.int64(table[chunk // TILE + min(j + 1, tiles - 1)]) * kv_heads + kv) * tile_size
+            following = (np.int64(table[chunk // TILE + min(j + 1, j_stop - 1)]) * kv_heads + kv) * tile_size
             for m in range(0, count, _MICRO):
-                if j * TILE < _visible(start, base + m + _MICRO - 1, rows, group, chunk):
+                if work.lows[m] - chunk < (j + 1) * TILE and work.highs[m + _MICRO - 1] - chunk > j * TILE:
                     to = m * _CHUNK + j * TILE
                     _tile_scores(  # pyright: ignore[reportCallIssue]
                         work.rows, m * head_dim, k, v, at, following, work.scores, to, head_dim
                     )
         for r in range(count):
-            widest = _visible(start, base + r // _MICRO * _MICRO + _MICRO - 1, rows, group, chunk)
-            if widest > 0:
-                used = min(tiles, (widest + TILE - 1) // TILE)
-                visible = _visible(start, base + r, rows, group, chunk)
-                top, total = _weigh(work.scores, r * _CHUNK, used, visible, work.maxima[r], work.lanes)
+            m = r // _MICRO * _MICRO
+            low = max(work.lows[m], first) - chunk
+            high = min(work.highs[m + _MICRO - 1], stop) - chunk
+            if low < min(high, _CHUNK) and high > 0:
+                tile = max(low, 0) // TILE
+                tiles = (min(high, _CHUNK) + TILE - 1) // TILE - tile
+                origin = chunk + tile * TILE
+                low = max(work.lows[r], first) - origin
+                high = min(work.highs[r], stop) - origin
+                at = r * _CHUNK + tile * TILE
+                top, total = _weigh(work.scores, at, tiles, low, high, soft_cap, work.maxima[r], work.lanes)
                 factor = _exp2(max(work.maxima[r] - top, _SMALLEST))
                 work.maxima[r] = top
                 work.sums[r] = work.sums[r] * factor + total
                 for d in range(r * head_dim, (r + 1) * head_dim):
                     work.acc[d] *= factor
-        for j in range(tiles):
+        for j in range(j_first, j_stop):
             at = (np.int64(table[chunk // TILE + j]) * kv_heads + kv) * tile_size
+            origin = chunk + j * TILE
             for m in range(0, count, _MICRO):
-                widest = _visible(start, base + m + _MICRO - 1, rows, group, chunk)
-                tokens = min(TILE, widest - j * TILE)
-                if tokens > 0:
-                    by = m * _CHUNK + j * TILE
+                low = max(max(work.lows[m], first) - origin, 0)
+                high = min(min(work.highs[m + _MICRO - 1], stop) - origin, TILE)
+                if low < high:
+                    by = m * _CHUNK + j * TILE + low
                     _tile_values(  # pyright: ignore[reportCallIssue]
-                        work.scores, by, v, at, work.acc, m * head_dim, head_dim, tokens
+                        work.scores, by, v, at + low * head_dim, work.acc, m * head_dim, head_dim, high - low
                     )
 
 
-@_jit
-def paged_attention(q, k_layer, v_layer, tile_tables, seq_starts, context_lens, scale, out):
-    """Causal attention of the batch's rows over one layer's pool.
+@_callee
+def _finish(work, r, first, stop, to):
+    """Write row `r`'s output over `[first, stop)` to `to`; returns its log-sum-exp, natural.
 
-    q, out `[T, heads, head_dim]`; tile_tables `[S, max_tiles]` int32 (block tables after `split_table`);
-    seq_starts `[S+1]`, context_lens `[S]` int32. Prefill, decode and mixtures are the same call.
+    A row that sees no token there gives zeros and minus infinity: decided by its limits, before any exponent.
+    """
+    head_dim = to.shape[0]
+    if max(work.lows[r], first) >= min(work.highs[r], stop):
+        for d in range(head_dim):
+            to[d] = _narrow(np.float32(0), to)
+        return np.float32(-np.inf)
+    factor = np.float32(1) / work.sums[r]
+    for d in range(head_dim):
+        to[d] = _narrow(work.acc[r * head_dim + d] * factor, to)
+    return np.float32((np.float64(work.maxima[r]) + np.log2(np.float64(work.sums[r]))) * _LN2)
+
+
+@_jit
+def attention(q, k_layer, v_layer, tile_tables, seq_starts, first_rows, context_lens, rule, scale, out, lse):
+    """Attention of each sequence's query rows over its K/V rows `[first_rows[s], context_lens[s])` of one layer.
+
+    q `[T, heads, head_dim]` float32, out of the same shape; tile_tables `[S, max_tiles]` int32 (block tables after
+    `split_table`); seq_starts `[S+1]`, first_rows, context_lens `[S]` int32; rule `(causal, window, soft_cap)`;
+    lse `[T, heads]` float32 is written unless it has no rows.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = k_layer.shape[1]
     group = heads // kv_heads
+    causal, window, soft_cap = rule
     work = _Work(
         np.zeros(_ROWS * head_dim, np.float32),
         np.empty(_ROWS * head_dim, np.float32),
         np.empty(_ROWS * _CHUNK, np.float32),
         np.empty(_ROWS, np.float32),
         np.empty(_ROWS, np.float32),
+        np.empty(_ROWS, np.int64),
+        np.empty(_ROWS, np.int64),
         np.empty(TILE, np.float32),
     )
     for seq in range(context_lens.shape[0]):
-        first = seq_starts[seq]
-        tokens = seq_starts[seq + 1] - first
-        start = context_lens[seq] - tokens
+        first = np.int64(seq_starts[seq])
+        tokens = np.int64(seq_starts[seq + 1]) - first
+        context = np.int64(context_lens[seq])
+        sight = _Sight(np.int64(first_rows[seq]), context, context - tokens, causal, window)
         rows = tokens * group
         for kv in range(kv_heads):
             for base in range(0, rows, _ROWS):
-                _load_rows(work, q, first, rows, base, kv, group, scale)
-                _attend(work, start, rows, base, group, k_layer, v_layer, kv, tile_tables[seq])
-                for r in range(min(_ROWS, rows - base)):
+                count = min(_ROWS, rows - base)
+                _load_rows(work, q, first, rows, base, kv, group, scale, sight)
+                _attend(work, count, 0, context, soft_cap, k_layer, v_layer, kv, tile_tables[seq])
+                for r in range(count):
                     token, head = first + (base + r) // group, kv * group + (base + r) % group
-                    factor = np.float32(1) / work.sums[r]
-                    to = out[token, head]
-                    for d in range(head_dim):
-                        to[d] = _narrow(work.acc[r * head_dim + d] * factor, to)
+                    mass = _finish(work, r, 0, context, out[token, head])
+                    if lse.shape[0] > 0:
+                        lse[token, head] = mass
+
+
+@_jit
+def merge_states(out_a, lse_a, out_b, lse_b):
+    """State b into state a, in place: each output weighs as much as its log-sum-exp says (K149).
+
+    out `[T, heads, head_dim]` float32, lse `[T, heads]` float32 natural. A row whose lse is minus infinity saw no
+    token: it is recognised before any exponent and leaves the other as it is, bit for bit (K150).
+    """
+    for t in range(out_a.shape[0]):
+        for h in range(out_a.shape[1]):
+            a, b = lse_a[t, h], lse_b[t, h]
+            if b == -np.inf:
+                continue
+            to, other = out_a[t, h], out_b[t, h]
+            if a == -np.inf:
+                lse_a[t, h] = b
+                for d in range(to.shape[0]):
+                    to[d] = other[d]
+                continue
+            top = max(a, b)
+            weight_a = np.exp(np.float64(a) - np.float64(top))
+            weight_b = np.exp(np.float64(b) - np.float64(top))
+            total = weight_a + weight_b
+            share_a, share_b = np.float32(weight_a / total), np.float32(weight_b / total)
+            for d in range(to.shape[0]):
+                to[d] = to[d] * share_a + other[d] * share_b
+            lse_a[t, h] = np.float32(np.float64(top) + np.log(total))
+
+
+def paged_attention(
+    q: Floats,
+    k_layer: Floats,
+    v_layer: Floats,
+    tile_tables: Int32s,
+    seq_starts: Int32s,
+    context_lens: Int32s,
+    scale: np.float32,
+    out: npt.NDArray[Any],
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> None:
+    """Causal attention of the batch's rows over one layer's pool: prefill, decode and mixtures are the same call.
+
+    q, out `[T, heads, head_dim]`; tile_tables `[S, max_tiles]` (block tables after `split_table`); seq_starts
+    `[S+1]`, context_lens `[S]`. A row sees at most its last `window` tokens, its own included (0: no limit);
+    `soft_cap` c turns a scaled score s into c * tanh(s / c) (0: none).
+    """
+    firsts = np.zeros_like(context_lens)
+    rule = (True, window, np.float32(soft_cap))
+    attention(q, k_layer, v_layer, tile_tables, seq_starts, firsts, context_lens, rule, scale, out, _no_lse())
+
+
+def paged_attention_states(
+    q: Floats,
+    k_layer: Floats,
+    v_layer: Floats,
+    tile_tables: Int32s,
+    seq_starts: Int32s,
+    first_rows: Int32s,
+    context_lens: Int32s,
+    causal: bool,
+    scale: np.float32,
+    out: Floats,
+    lse: Floats,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> None:
+    """Partial attention over the K/V rows `[first_rows[s], context_lens[s])` only, with its log-sum-exp.
+
+    As `paged_attention`, and: with `causal` false every query row sees the whole range, so that rows of many
+    requests can share one pass over K/V ("one sequence" of a shared prefix). out `[T, heads, head_dim]` and lse
+    `[T, heads]` (natural) are written, float32; a row that sees nothing gets zeros and minus infinity. `window`
+    counts from the query rows' own positions and so needs `causal`.
+    """
+    rule = (causal, window, np.float32(soft_cap))
+    attention(q, k_layer, v_layer, tile_tables, seq_starts, first_rows, context_lens, rule, scale, out, lse)
+
+
+def _no_lse() -> Floats:
+    return np.empty((0, 0), np.float32)
 
 
 def warm_up() -> None:
@@ -513,6 +670,7 @@ def warm_up() -> None:
         for delta in (hidden.copy(), narrow):
             add_rms_norm(hidden, delta, hidden[0].copy(), np.float32(1), narrow.copy())
         silu_mul(np.zeros((1, 2 * TILE), activation), narrow)
+    merge_states(rows, np.zeros((1, 1), np.float32), rows, np.zeros((1, 1), np.float32))
 
 
 def compile_counts() -> dict[str, tuple[int, int]]:
@@ -527,7 +685,8 @@ def _kernels() -> dict[str, Any]:
     return {
         "write_rows": write_rows,
         "rotate_and_write": rotate_and_write,
-        "paged_attention": paged_attention,
+        "attention": attention,
+        "merge_states": merge_states,
         "add_rms_norm": add_rms_norm,
         "silu_mul": silu_mul,
     }

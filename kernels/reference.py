@@ -14,6 +14,7 @@ from .pool import KVPool
 
 Floats = npt.NDArray[np.floating]
 Float64 = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.integer]
 
 
 def gather_context(
@@ -27,21 +28,81 @@ def gather_context(
 
 
 def paged_attention(
-    q: npt.NDArray[np.floating], pool: KVPool, layer: int, batch: StepBatch, scale: float
+    q: Floats,
+    pool: KVPool,
+    layer: int,
+    batch: StepBatch,
+    scale: float,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Float64:
     """Causal attention `[T, heads, head_dim]` of every row of the batch."""
+    firsts = np.zeros_like(batch.context_lens)
+    return paged_attention_states(
+        q,
+        pool,
+        layer,
+        batch.block_tables,
+        batch.seq_starts,
+        firsts,
+        batch.context_lens,
+        True,
+        scale,
+        window=window,
+        soft_cap=soft_cap,
+    )[0]
+
+
+def paged_attention_states(
+    q: Floats,
+    pool: KVPool,
+    layer: int,
+    block_tables: Integers,
+    seq_starts: Integers,
+    first_rows: Integers,
+    context_lens: Integers,
+    causal: bool,
+    scale: float,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> tuple[Float64, Float64]:
+    """Attention over the K/V rows `[first_rows[s], context_lens[s])` only: out and natural log-sum-exp `[T, heads]`.
+
+    With `causal`, the rows are the last of their context and see nothing after themselves, and no more than `window`
+    tokens if it is not 0; otherwise all see the whole range. A row that sees nothing: zeros and minus infinity.
+    """
     out = np.zeros(q.shape, dtype=np.float64)
+    lse = np.full(q.shape[:2], -np.inf)
     group = q.shape[1] // pool.kv_heads
-    for seq in range(batch.num_seqs):
-        first, last = int(batch.seq_starts[seq]), int(batch.seq_starts[seq + 1])
-        k, v = gather_context(pool, layer, batch.block_tables[seq], int(batch.context_lens[seq]))
-        for row in range(first, last):
-            visible = int(batch.context_lens[seq]) - (last - row) + 1
-            for head in range(q.shape[1]):
-                scores = k[:visible, head // group] @ q[row, head].astype(np.float64) * scale
+    for seq in range(len(context_lens)):
+        start, stop, context = int(seq_starts[seq]), int(seq_starts[seq + 1]), int(context_lens[seq])
+        k, v = gather_context(pool, layer, block_tables[seq], context)
+        for row in range(start, stop):
+            high = context - (stop - row) + 1 if causal else context
+            low = max(int(first_rows[seq]), high - window if causal and window else 0)
+            for head in range(q.shape[1] if low < high else 0):
+                scores = k[low:high, head // group] @ q[row, head].astype(np.float64) * scale
+                if soft_cap:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
                 weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ v[:visible, head // group] / weights.sum()
-    return out
+                out[row, head] = weights @ v[low:high, head // group] / weights.sum()
+                lse[row, head] = scores.max() + np.log(weights.sum())
+    return out, lse
+
+
+def merge_states(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[Float64, Float64]:
+    """The state over both sets of tokens, which must not overlap; a state without tokens is a neutral element (K150)."""
+    a_empty, b_empty = np.isneginf(lse_a), np.isneginf(lse_b)
+    both = ~a_empty & ~b_empty
+    out = np.where(a_empty[..., None], out_b, out_a).astype(np.float64)
+    lse = np.where(a_empty, lse_b, lse_a).astype(np.float64)
+    lse[both] = np.logaddexp(lse_a[both], lse_b[both])
+    for part, (rows, mass) in enumerate(((out_a, lse_a), (out_b, lse_b))):
+        share = np.exp(mass[both] - lse[both])[:, None] * rows[both]
+        out[both] = share if part == 0 else out[both] + share
+    return out, lse
 
 
 def rms_norm(x: npt.NDArray[np.floating], weight: npt.NDArray[np.floating], eps: float) -> Float64:

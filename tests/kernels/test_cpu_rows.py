@@ -98,7 +98,8 @@ def test_nothing_compiles_after_warm_up() -> None:
     assert {name: signatures for name, (signatures, _) in before.items()} == {
         "write_rows": 1,
         "rotate_and_write": 2,
-        "paged_attention": 2,
+        "attention": 2,
+        "merge_states": 1,
         "add_rms_norm": 3,
         "silu_mul": 2,
     }
