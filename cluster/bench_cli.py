@@ -6,6 +6,7 @@ Exit code 0 when every row with a target meets it, 1 when one misses, 3 when a m
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,12 +55,19 @@ def bench_serve(
 def bench_ledger(
     runs: Annotated[int, typer.Option("--runs", min=3, max=10_000, help="Samples of each figure.")] = 200,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure vLLM's manager too.")] = True,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", dir_okay=False, help="Growth as an SVG file.")
+    ] = None,
     json: JsonOption = False,
 ) -> int:
     """Commands of the ledger from encoded bytes to receipts, beside vLLM's block manager; one thread."""
-    from .bench_ledger import run_ledger_bench
+    from .bench_ledger import growth_plot, run_ledger_bench
 
+    if plot is not None and not plot.parent.is_dir():
+        raise UsageError(f"--plot {plot}: there is no folder {plot.parent}")
     with progress_on_stderr() as say:
         report = run_ledger_bench(runs, peers, say)
+    if plot is not None:
+        plot.write_text(growth_plot(report), "utf-8")
     Output(json).emit(report.document(), report.text())
     return 0 if report.ok else 1
