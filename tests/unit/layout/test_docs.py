@@ -22,7 +22,7 @@ COMMAND = typer.main.get_command(app)
 
 _LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^)\s]+)\)")
 _CALL = re.compile(r"(?:`|^\$ |^)copyhold ((?:[a-z][a-z-]*|--[a-z][a-z-]*)[^`\n]*)", re.MULTILINE)
-_TARGET = re.compile(r"(?:`|^\$ |^)make ([a-z]+)", re.MULTILINE)
+_TARGET = re.compile(r"(?:`|^\$ |^)make ([a-z-]+)", re.MULTILINE)
 _TEST_PATH = re.compile(r"\btests/[A-Za-z0-9_./-]*[A-Za-z0-9_/]")
 _SETTING = re.compile(r"`(--[a-z][a-z-]*)")
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
@@ -112,7 +112,7 @@ def test_every_option_named_alone_is_a_setting_of_some_command() -> None:
 
 
 def test_every_make_target_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     assert [
         f"{name(path)}: make {found}" for path, found in every(_TARGET, DOCUMENTS) if found not in targets
     ] == []
