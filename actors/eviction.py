@@ -2,7 +2,8 @@
 
 Owns the candidate queues and what was told to the policies, none of the ledger's facts: each is asked again before an edge
 is named, and every ledger checks the names (K045, K122). Policies judge an edge by its first block, which is used whenever
-any part of the edge is. Invariant: every edge that ``Ledger.evictable_leaves`` would list is in its namespace's queue.
+any part of the edge is. Namespaces without floor or ceiling share one queue, the others have one each. Invariant: every edge that
+``Ledger.evictable_leaves`` would list is in its namespace's queue.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from copyhold.kvcore.errors import StaleTreeVersion
 from copyhold.kvcore.ledger import Ledger
 
 from .errors import NoRoom
-from .leaf_queue import LeafQueue, Lowest
+from .leaf_queue import LeafQueue, Lowest, Tops
 from .policies import Policy, Worth
 from .retention import Lifetimes, Prioritized, Retention, RetentionLimits
 from .shares import Shares
@@ -27,6 +28,9 @@ from .shares import Shares
 Queue = LeafQueue[NodeHandle]
 MakePolicy = Callable[[int, int], Policy]
 """(units, capacity in units) -> a new policy."""
+
+_OPEN = ""
+"""The queue of all namespaces that only the pool bounds: no namespace has an empty name."""
 
 
 class Victims(msgspec.Struct, frozen=True):
@@ -78,6 +82,7 @@ class Evictor:
         self._policies: dict[str, Policy] = {}
         self._queues: dict[str, Queue] = {}
         self._gone: dict[int, int] = {}
+        self._chosen: dict[NodeHandle, tuple[Queue, int]] = {}
         self._pinned: dict[str, int] = {}
         self._counts: dict[str, int] = dict.fromkeys(EvictionReport.__struct_fields__, 0)
 
@@ -102,6 +107,7 @@ class Evictor:
         room = self._shares.room(namespace, self._ledger.gauge().free) - blocks
         if asked.priority or room > self._num_blocks // 16:
             return True
+        self._forget_choice()
         names = [namespace] if self._shares.strict else list(self._queues)
         found = [self._queue(name).lowest() for name in names]
         worths = [lowest.worth for lowest in found if lowest is not None]
@@ -143,14 +149,20 @@ class Evictor:
 
     def evicted(self, victims: Victims) -> None:
         """The ledger carried out a choice."""
+        if not victims.nodes:
+            return
+        for node in victims.nodes:
+            self._chosen.pop(node, None)
         for namespace, blocks in victims.freed_by_namespace.items():
             self._shares.give_back(namespace, blocks)
-        self._counts["evicted_blocks"] += victims.freed_blocks
+        gone = np.concatenate(victims.blocks)
+        self._counts["evicted_blocks"] += len(gone)
+        self._counts["evicted_unused_blocks"] += len(gone) - int(np.count_nonzero(self._hit[gone]))
+        pinned = bool(self._priority[gone].any())
         for namespace, blocks in zip(victims.namespaces, victims.blocks, strict=True):
-            self._counts["evicted_unused_blocks"] += int(np.count_nonzero(~self._hit[blocks]))
-            pinned = int(np.count_nonzero(self._priority[blocks]))
             if pinned:
-                self._pinned[namespace] = self.pinned_blocks(namespace) - pinned
+                fewer = int(np.count_nonzero(self._priority[blocks]))
+                self._pinned[namespace] = self.pinned_blocks(namespace) - fewer
             policy = self.policy_of(namespace)
             for block in blocks.tolist():
                 policy.freed(block)
@@ -168,16 +180,24 @@ class Evictor:
         Raises: ``NoRoom``, with the namespace whose own ceiling is in the way, if one is; nothing changed.
         """
         free = self._ledger.gauge().free
+        if sum(needs.values()) <= free and all(map(self._shares.is_open, needs)):
+            return Victims()
+        self._forget_choice()
         choice = _Choice(self, protected)
         try:
             for namespace, needed in needs.items():
+                if self._shares.is_open(namespace):
+                    continue
                 over = self._shares.above_ceiling(namespace, needed)
                 if over and choice.take({namespace: self._num_blocks}, over) < over:
                     raise NoRoom(over, choice.freed_blocks, namespace)
             missing = sum(needs.values()) - free - choice.freed_blocks
             if missing > 0:
-                spare = {name: self._shares.above_floor(name) for name in self._queues}
-                spare.update(dict.fromkeys(needs, self._num_blocks))
+                spare = {
+                    name: self._shares.above_floor(name) if name else self._num_blocks
+                    for name in self._queues
+                }
+                spare.update({name: self._num_blocks for name in needs if name in spare})
                 freed = choice.take(spare, missing)
                 if freed < missing:
                     raise NoRoom(missing, freed)
@@ -187,9 +207,13 @@ class Evictor:
 
     def expired(self, now_s: float) -> Victims:
         """Edges whose time is over, descendants first; those in use are looked at again later."""
+        due = self._lifetimes.take_due(now_s)
+        if not due:
+            return Victims()
+        self._forget_choice()
         choice = _Choice(self, frozenset())
         try:
-            for node in self._lifetimes.take_due(now_s):
+            for node in due:
                 choice.take_expired(node, now_s)
             victims = choice.victims()
         finally:
@@ -208,6 +232,7 @@ class Evictor:
 
     def candidates(self) -> set[NodeHandle]:
         """Every queued edge, out-of-date ones included."""
+        self._forget_choice()
         return {node for queue in self._queues.values() for node in queue}
 
     def report(self) -> EvictionReport:
@@ -229,10 +254,17 @@ class Evictor:
         return policy
 
     def _queue(self, namespace: str) -> Queue:
-        queue = self._queues.get(namespace)
+        name = _OPEN if self._shares.is_open(namespace) else namespace
+        queue = self._queues.get(name)
         if queue is None:
-            queue = self._queues[namespace] = LeafQueue(self.policy_of(namespace), self._exposed)
+            queue = self._queues[name] = LeafQueue(self.policy_of(namespace), self._exposed)
         return queue
+
+    def _forget_choice(self) -> None:
+        """Queue again what the last choice took, if the ledger did not carry it out."""
+        for node, (queue, unit) in self._chosen.items():
+            queue.restore(node, unit)
+        self._chosen.clear()
 
     def _prints(self, blocks: np.ndarray) -> np.ndarray:
         """The ledger's fingerprints of the prefixes that end with these blocks, uint64."""
@@ -241,11 +273,11 @@ class Evictor:
     def _exposed(self, node: NodeHandle) -> int | None:
         """The first block of an edge that could go now, given what the running choice has taken."""
         tree, number = self._ledger.state.tree, node.node
-        if int(tree.generation.array[number]) != node.generation or not tree.pages.array[number]:
+        if tree.generation.array.item(number) != node.generation or not tree.pages.array.item(number):
             return None
-        if int(tree.num_children[number]) != self._gone.get(number, 0) or tree.lock(number):
+        if tree.num_children.item(number) != self._gone.get(number, 0) or tree.lock(number):
             return None
-        return int(tree.blocks[number][0])
+        return tree.first_blocks[0].item(number)
 
 
 class _Choice:
@@ -259,26 +291,26 @@ class _Choice:
         self._namespaces: list[str] = []
         self._blocks: list[np.ndarray] = []
         self._freed: dict[str, int] = {}
-
-    @property
-    def freed_blocks(self) -> int:
-        return sum(self._freed.values())
+        self._tops: dict[str, Tops[NodeHandle]] = {}
+        self.freed_blocks = 0
 
     def victims(self) -> Victims:
         return Victims(tuple(self._nodes), dict(self._freed), tuple(self._namespaces), tuple(self._blocks))
 
     def take(self, spare: Mapping[str, int], needed: int) -> int:
-        """Take least worth edges from the namespaces, at most ``spare`` blocks of each; the blocks that frees."""
+        """Take least worth edges from the queues, at most ``spare`` blocks of each; the blocks that frees."""
         freed = 0
+        taken = {name: self._freed.get(name, 0) for name in spare}
         heads = [head for name in spare if (head := self._head(name)) is not None]
         heapify(heads)
         while heads and freed < needed:
             _, name, lowest = heads[0]
             blocks = len(self._evictor._ledger.state.tree.blocks[lowest.node.node])
-            if self._freed.get(name, 0) + blocks > spare[name]:
+            if taken[name] + blocks > spare[name]:
                 heappop(heads)
                 continue
-            self._remove(name, lowest.node)
+            self._remove(lowest.node)
+            taken[name] += blocks
             freed += blocks
             head = self._head(name)
             if head is None:
@@ -300,19 +332,22 @@ class _Choice:
                 lifetimes.watch_again(node, now_s, lifetimes.until_s(block))
                 return
             if node not in self._nodes:
-                self._remove(view.scope.namespace, node)
+                self._remove(node)
             node = view.parent
 
     def close(self) -> None:
-        """Forget what was taken: if the ledger carries it out, the entries put back are stale and vanish."""
+        """Forget what was taken; it is queued again at the next choice, unless the ledger carried it out."""
         self._evictor._gone.clear()
         for queue, node, unit in self._set_aside:
             queue.restore(node, unit)
 
     def _head(self, name: str) -> tuple[Worth, str, Lowest[NodeHandle]] | None:
-        queue = self._evictor._queue(name)
+        queue = self._evictor._queues.get(name)
+        if queue is None:
+            return None
+        tops = self._tops.setdefault(name, {})
         while True:
-            lowest = queue.lowest()
+            lowest = queue.lowest(tops)
             if lowest is None:
                 return None
             if lowest.node not in self._protected:
@@ -320,19 +355,23 @@ class _Choice:
             queue.take(lowest.node)
             self._set_aside.append((queue, lowest.node, lowest.unit))
 
-    def _remove(self, name: str, node: NodeHandle) -> None:
-        queue, tree = self._evictor._queue(name), self._evictor._ledger.state.tree
-        blocks, parent = tree.blocks[node.node], int(tree.parent.array[node.node])
+    def _remove(self, node: NodeHandle) -> None:
+        evictor, state = self._evictor, self._evictor._ledger.state
+        tree, number = state.tree, node.node
+        blocks, parent = tree.blocks[number], tree.parent.array.item(number)
+        namespace = state.scopes.scope(tree.scope.array.item(number)).namespace
+        queue = evictor._queue(namespace)
         queue.take(node)
-        self._set_aside.append((queue, node, int(blocks[0])))
+        evictor._chosen[node] = (queue, tree.first_blocks[0].item(number))
         self._nodes.append(node)
-        self._namespaces.append(name)
+        self._namespaces.append(namespace)
         self._blocks.append(blocks)
-        self._freed[name] = self._freed.get(name, 0) + len(blocks)
+        self._freed[namespace] = self._freed.get(namespace, 0) + len(blocks)
+        self.freed_blocks += len(blocks)
         if parent:
-            gone = self._evictor._gone
+            gone = evictor._gone
             gone[parent] = gone.get(parent, 0) + 1
-            queue.push(NodeHandle(parent, int(tree.generation.array[parent])))
+            queue.push(NodeHandle(parent, tree.generation.array.item(parent)))
 
 
 def _until(asked: Retention, now_s: float) -> float:

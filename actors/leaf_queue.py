@@ -34,6 +34,18 @@ class Lowest(NamedTuple, Generic[N]):
     unit: int
 
 
+class _Top(NamedTuple, Generic[N]):
+    """The settled top of one end of a lane."""
+
+    entry: tuple[float, int, N]
+    worth: Worth
+    unit: int
+
+
+Tops = dict[tuple[int, float], _Top[N]]
+"""What was found on top of each end of each lane, by (lane, sign of its keys)."""
+
+
 class LeafQueue(Generic[N]):
     """``exposed`` gives the unit by which a node is judged, ``None`` where it may not be evicted now."""
 
@@ -66,49 +78,59 @@ class LeafQueue(Generic[N]):
         """The node is no candidate any more, until it is pushed again."""
         self._live.pop(node, None)
 
-    def lowest(self) -> Lowest[N] | None:
-        """The exposed leaf that is worth least; it stays queued. Ties go to the one queued first."""
+    def lowest(self, tops: Tops[N] | None = None) -> Lowest[N] | None:
+        """The exposed leaf that is worth least; it stays queued. Ties go to the one queued first.
+
+        A caller that takes many in a row hands in one ``tops`` for all of them, so that only what has moved is looked at
+        again; between two calls with the same ``tops`` nothing may be used or published.
+        """
+        known: Tops[N] = {} if tops is None else tops
         while True:
             corrections = self._serial
-            best = self._least()
+            best = self._least(known)
             if self._serial == corrections:
                 return best
 
-    def _least(self) -> Lowest[N] | None:
+    def _least(self, tops: Tops[N]) -> Lowest[N] | None:
         """One pass over the lanes; a correction may have put something where the pass had been."""
         best: tuple[Worth, int, N, int] | None = None
-        for number in list(self._lanes):
-            lane = self._lanes[number]
-            heaps = (lane.low, lane.high) if self._policy.both_ends else (lane.low,)
-            for sign, heap in zip((1.0, -1.0), heaps, strict=False):
-                top = self._settle(number, sign, heap)
-                if top is None:
+        live, empty = self._live, False
+        for number, lane in list(self._lanes.items()):
+            for sign, heap in ((1.0, lane.low), (-1.0, lane.high)):
+                if not heap:
                     continue
-                key, serial, node, unit = top
-                worth = self._policy.worth(number, key)
-                if best is None or (worth, serial) < best[:2]:
-                    best = (worth, serial, node, unit)
-            if not lane.low:
-                del self._lanes[number]
+                top = tops.get((number, sign))
+                entry = heap[0]
+                if top is None or top.entry is not entry or live.get(entry[2]) != entry[1]:
+                    top = self._settle(number, sign, heap)
+                    if top is None:
+                        continue
+                    tops[number, sign] = top
+                serial = top.entry[1]
+                if best is None or (top.worth, serial) < best[:2]:
+                    best = (top.worth, serial, top.entry[2], top.unit)
+            empty = empty or not lane.low
+        if empty:
+            self._lanes = {number: lane for number, lane in self._lanes.items() if lane.low}
         return None if best is None else Lowest(best[0], best[2], best[3])
 
-    def _settle(
-        self, number: int, sign: float, heap: list[tuple[float, int, N]]
-    ) -> tuple[float, int, N, int] | None:
+    def _settle(self, number: int, sign: float, heap: list[tuple[float, int, N]]) -> _Top[N] | None:
         """Drop or correct what is out of date on top of one heap."""
+        live, policy = self._live, self._policy
         while heap:
-            signed_key, serial, node = heap[0]
-            if self._live.get(node) != serial:
+            entry = heap[0]
+            signed_key, serial, node = entry
+            if live.get(node) != serial:
                 heappop(heap)
                 continue
             unit = self._exposed(node)
             if unit is None:
                 heappop(heap)
-                del self._live[node]
+                del live[node]
                 continue
             key = sign * signed_key
-            if self._policy.key(unit) == key and self._policy.lane(unit) == number:
-                return key, serial, node, unit
+            if policy.key(unit) == key and policy.lane(unit) == number:
+                return _Top(entry, policy.worth(number, key), unit)
             heappop(heap)
             self._enter(node, unit)
         return None

@@ -98,6 +98,11 @@ class Shares:
                 f"the request can never fit {whose} of {most} blocks: it needs {blocks}", "prompt"
             )
 
+    def is_open(self, namespace: str) -> bool:
+        """Whether only the pool bounds what the namespace holds and what others may take from it."""
+        share = self._shares.get(namespace)
+        return not self.strict and (share is None or share == Share(0, self.total_blocks))
+
     def held(self, namespace: str) -> int:
         """Blocks that the namespace's requests and index hold, each counted once."""
         return self._held.get(namespace, 0)

@@ -164,13 +164,14 @@ def test_candidates_are_those_of_a_scan_and_choices_those_of_brute_force(policy,
 
 
 def least_worth(served: DryReplica) -> Worth:
-    """By a scan: the least worth at the ends of every lane, over all leaves."""
+    """By a scan: the least worth at the ends of every lane, over all leaves; tenants that only the pool bounds share lanes."""
     evictor = served.scheduler.evictor
     lanes: dict[tuple[str, int], list[tuple[float, Worth]]] = {}
     for leaf in served.ledger.evictable_leaves():
         name, unit = served.ledger.node(leaf.handle).scope.namespace, int(leaf.blocks[0])
         policy: Policy = evictor.policy_of(name)
-        lane = lanes.setdefault((name, policy.lane(unit)), [])
+        queue = "" if evictor._shares.is_open(name) else name
+        lane = lanes.setdefault((queue, policy.lane(unit)), [])
         lane.append((policy.key(unit), evictor.worth_of(name, unit)))
     ends = [end for lane in lanes.values() for end in (min(lane), max(lane))]
     return min(worth for _, worth in ends)
