@@ -6,6 +6,7 @@ seed gives one load, and a peer in another environment reads the very arrays, fr
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ class Churn(msgspec.Struct, frozen=True):
     def prompts(self) -> list[np.ndarray]:
         """One array a request, each with memory of its own."""
         ends = self.starts.tolist()
-        return [self.tokens[start:end].copy() for start, end in zip(ends, ends[1:], strict=False)]
+        return [self.tokens[start:end].copy() for start, end in pairwise(ends)]
 
 
 def make_churn(requests: int, tenants: int = TENANTS, seed: int = 1) -> Churn:
