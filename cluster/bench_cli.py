@@ -55,6 +55,9 @@ def bench_serve(
 def bench_ledger(
     runs: Annotated[int, typer.Option("--runs", min=3, max=10_000, help="Samples of each figure.")] = 200,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure vLLM's manager too.")] = True,
+    controls: Annotated[
+        bool, typer.Option("--controls/--no-controls", help="Measure without each control too.")
+    ] = True,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", dir_okay=False, help="Growth as an SVG file.")
     ] = None,
@@ -66,7 +69,7 @@ def bench_ledger(
     if plot is not None and not plot.parent.is_dir():
         raise UsageError(f"--plot {plot}: there is no folder {plot.parent}")
     with progress_on_stderr() as say:
-        report = run_ledger_bench(runs, peers, say)
+        report = run_ledger_bench(runs, peers, controls, say)
     if plot is not None:
         plot.write_text(growth_plot(report), "utf-8")
     Output(json).emit(report.document(), report.text())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from copyhold.kvcore.audit import audit
 from copyhold.kvcore.warm_up import warm_up
 
+from .bench_controls import price_rows
 from .bench_load import BLOCK, LONG_TOKENS, Bench
 from .bench_report import BenchReport, BenchRow, Machine, Target, bench_row, versions
 from .bench_vllm import Samples, measure_vllm
@@ -30,8 +31,8 @@ _POOL_BLOCKS, _REQUESTS = 1 << 17, 1024
 Say = Callable[[str, str], None]
 
 
-def run_ledger_bench(runs: int, with_peers: bool, say: Say) -> BenchReport:
-    """All rows, and the peer's in the same call."""
+def run_ledger_bench(runs: int, with_peers: bool, with_controls: bool, say: Say) -> BenchReport:
+    """All rows, the peer's in the same call, and what each control costs."""
     machine = Machine()
     warm_up()
     peers: dict[str, Samples] = {}
@@ -42,6 +43,8 @@ def run_ledger_bench(runs: int, with_peers: bool, say: Say) -> BenchReport:
     measured = {**_long_samples(runs, say), **_growth_samples(min(runs, _GROWTH_RUNS), say)}
     rows = [_row(name, samples, peers) for name, samples in measured.items()]
     rows.insert(len(_TARGETS_US), _audit_row(max(runs // 10, 3), say))
+    if with_controls:
+        rows += price_rows(runs, say)
     settings = {"block_size": BLOCK, "runs": runs, "long_tokens": LONG_TOKENS, "blocks": _POOL_BLOCKS}
     return BenchReport("ledger", versions(), machine.facts(), settings, notes, tuple(rows))
 
