@@ -69,6 +69,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     receipt_ttl_s: int
     request_lifetime_s: float
     cache: CacheSettings = DEFAULT_CACHE
+    deterministic: bool = False
 
 
 class Replica:
@@ -251,6 +252,7 @@ class Replica:
             "incarnation": self._spec.incarnation,
             "serving": self._serving(),
             "draining": self._draining,
+            "deterministic": self._spec.deterministic,
             "step_age_s": round(engine.step_age_s(), 3),
             "failure": self._lease_refusal,
             "running": running,

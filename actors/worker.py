@@ -39,6 +39,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     collective_timeout_s: float
     channel_path: str
     collective: CollectiveChoice = "auto"
+    deterministic: bool = False
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -55,6 +56,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     kernel_compilations: int
     failure: str
     collective: str = ""
+    deterministic: bool = False
 
 
 class TPWorker:
@@ -117,6 +119,7 @@ class TPWorker:
             self._collective(port),
             self._spec.max_step_tokens,
             self._checkpoint.dtype,
+            self._spec.deterministic,
         )
         self._rank = Rank(self._spec.rank, self._spec.incarnation, self._shard, self._pool, self._signer)
 
@@ -170,6 +173,7 @@ class TPWorker:
             kernel_compilations=self._kernel_compilations,
             failure=self._failure,
             collective=self._shard.collective.kind,
+            deterministic=self._shard.deterministic,
         )
 
     def _collective(self, port: int) -> Collective:

@@ -141,6 +141,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "", "How ranks add: shm (shared memory, x86-64), gloo (sockets), or auto: shm where all can."
         ),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        _bounded(
+            "", "A request's logits have the same bits whatever runs beside it and whatever was cached."
+        ),
+    ] = False
     start_timeout_s: Annotated[
         float, _bounded("seconds", "Longest wait between two signs of progress at start-up.", 1.0, 3600.0)
     ] = 180.0

@@ -106,6 +106,7 @@ class ReplicaStarter:
                 collective_timeout_s=config.collective_timeout_s,
                 channel_path=self._channel_path(running.incarnation),
                 collective=msgspec.convert(config.collective, CollectiveChoice),
+                deterministic=config.deterministic,
             )
             options = self._options(running, rank + 1) | {"max_concurrency": 2}
             name = worker_name(running.incarnation, rank)
@@ -139,6 +140,7 @@ class ReplicaStarter:
             receipt_ttl_s=config.receipt_ttl_s,
             request_lifetime_s=config.request_lifetime_s,
             cache=cache_settings(config),
+            deterministic=config.deterministic,
         )
         options = self._options(running, 0) | {"max_concurrency": 1000}
         running.replica = self._ray.remote(Replica).options(name=running.incarnation, **options).remote(spec)

@@ -118,3 +118,15 @@ class SharedMemoryRefused(ModelError):
     """
 
     reason = "shared_memory_refused"
+
+
+class DeterminismUnavailable(ModelError):
+    """This machine's matrix library gives equal rows of one product different bits; nothing is served."""
+
+    reason = "determinism_unavailable"
+
+    def __init__(self, out_features: int, in_features: int, dtype: str) -> None:
+        self.shape = (out_features, in_features)
+        super().__init__(
+            f"a row's place changes its bits in a {dtype} product with [{out_features}, {in_features}]"
+        )

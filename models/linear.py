@@ -1,8 +1,9 @@
 """Owns the matrix product of a layer: weights packed once into the matrix library's own order.
 
 Packed, a product of few rows reads weights at memory speed and one of many rows computes twice as fast as from a plain
-matrix. A row's bits were equal in any batch for all shapes tried in bfloat16, and in float32 for all but one (a single
-row of 1536 columns); nothing relies on that. Where the library is missing, or has no bfloat16, the plain product serves.
+matrix. A row's bits depend on how many rows there are where the inner axis is long (a single row of 1408 columns, in
+float32 and in bfloat16, on the machine tried); `copyhold.models.deterministic` is for those who mind. Where the library is
+missing, or has no bfloat16, the plain product serves.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from copyhold.kernels.pool import KVPool, split_table
 
 from .collective import Collective
 from .config import ModelConfig
+from .deterministic import in_rank_order
 from .errors import NonFiniteLogits, PositionOutOfRange, TokenOutOfVocabulary
 from .layout import Dtype
 from .partition import RankPartition
@@ -34,7 +35,11 @@ from .weights import load_weights
 class LlamaShard:
     """Rank `partition.rank` of the model; owns its weights and scratch, borrows pool and collective.
 
-    Raises: `ModelFileMissing`, `ModelFileInvalid`, `KernelContractMismatch` for a pool of another geometry.
+    `deterministic`: a row's bits depend on its own tokens only, not on its step (models/deterministic.py). A kernel whose
+    sums depend on who else is in the step must not be chosen then.
+
+    Raises: `ModelFileMissing`, `ModelFileInvalid`, `KernelContractMismatch` for a pool of another geometry,
+    `DeterminismUnavailable`.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class LlamaShard:
         collective: Collective,
         max_batch_tokens: int = 512,
         dtype: Dtype = "float32",
+        deterministic: bool = False,
     ) -> None:
         expected = (config.num_layers, len(partition.kv_heads), config.head_dim)
         found = (pool.num_layers, pool.kv_heads, pool.head_dim)
@@ -56,9 +62,10 @@ class LlamaShard:
         self.config = config
         self.partition = partition
         self.pool = pool
-        self.collective = collective
+        self.deterministic = deterministic
+        self.collective = in_rank_order(collective) if deterministic else collective
         self._vocab_sizes = [len(part.vocab) for part in partitions_of(config, partition.tp_size)]
-        self._weights = load_weights(shard_path, config, partition, dtype)
+        self._weights = load_weights(shard_path, config, partition, dtype, deterministic)
         cos, sin = rope_tables(config)
         self._cos, self._sin = cos.numpy(), sin.numpy()
         self._eps = np.float32(config.rms_eps)

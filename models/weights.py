@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .config import ModelConfig
+from .deterministic import HEAD_ROWS, FixedRowsLinear, LinearMaker
 from .errors import ModelFileInvalid, ModelFileMissing
 from .layout import Dtype, shard_tensors
 from .linear import Linear
@@ -26,11 +27,11 @@ class LayerWeights:
     """One layer; norms as float32 arrays, because kernels read them."""
 
     attn_norm: npt.NDArray[np.float32]
-    qkv: Linear
-    o: Linear
+    qkv: Linear | FixedRowsLinear
+    o: Linear | FixedRowsLinear
     ffn_norm: npt.NDArray[np.float32]
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | FixedRowsLinear
+    down: Linear | FixedRowsLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,19 @@ class ShardWeights:
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: npt.NDArray[np.float32]
-    head: Linear
+    head: Linear | FixedRowsLinear
 
 
-def load_weights(path: Path, config: ModelConfig, part: RankPartition, dtype: Dtype) -> ShardWeights:
-    """Read and pack a shard file.
+def load_weights(
+    path: Path, config: ModelConfig, part: RankPartition, dtype: Dtype, deterministic: bool = False
+) -> ShardWeights:
+    """Read and pack a shard file; `deterministic` keeps every product to row counts checked on this machine.
 
-    Raises: `ModelFileMissing`, `ModelFileInvalid` (also for a shard of another partition or dtype).
+    Raises: `ModelFileMissing`, `ModelFileInvalid` (also for a shard of another partition or dtype),
+    `DeterminismUnavailable`.
     """
     expected = shard_tensors(config, part, dtype)
+    linear = LinearMaker(deterministic)
 
     def read(file: safe_open, name: str) -> torch.Tensor:
         try:
@@ -64,17 +69,17 @@ def load_weights(path: Path, config: ModelConfig, part: RankPartition, dtype: Dt
     def layer(file: safe_open, at: str) -> LayerWeights:
         return LayerWeights(
             attn_norm=read(file, at + "attn_norm").numpy().copy(),
-            qkv=Linear(read(file, at + "qkv")),
-            o=Linear(read(file, at + "o")),
+            qkv=linear(read(file, at + "qkv")),
+            o=linear(read(file, at + "o")),
             ffn_norm=read(file, at + "ffn_norm").numpy().copy(),
-            gate_up=Linear(read(file, at + "gate_up")),
-            down=Linear(read(file, at + "down")),
+            gate_up=linear(read(file, at + "gate_up")),
+            down=linear(read(file, at + "down")),
         )
 
     try:
         with safe_open(path, framework="pt") as file:
             layers = tuple(layer(file, f"layers.{i}.") for i in range(config.num_layers))
-            norm, head = read(file, "norm").numpy().copy(), Linear(read(file, "head"))
+            norm, head = read(file, "norm").numpy().copy(), linear(read(file, "head"), HEAD_ROWS)
         with safe_open(path, framework="pt") as file:
             return ShardWeights(read(file, "embed" if "embed" in expected else "head"), layers, norm, head)
     except FileNotFoundError as error:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from paged_run import make_batch
-from thread_collective import ThreadMeeting
 
 from copyhold.actors.engine import Engine
 from copyhold.actors.executor import LocalExecutor, RankLike
@@ -29,6 +28,7 @@ from copyhold.kvcore.identity import chain_digests
 from copyhold.models.collective import SingleProcess
 from copyhold.models.llama import LlamaShard
 from copyhold.models.manifest import ConvertedCheckpoint
+from copyhold.models.thread_collective import ThreadMeeting
 from copyhold.namespace.certificate import RankSigner
 from copyhold.namespace.records import IncarnationRecord
 

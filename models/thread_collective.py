@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from copyhold.models.errors import CollectiveError
+from .errors import CollectiveError
 
 
 class ThreadMeeting:

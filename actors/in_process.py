@@ -1,0 +1,213 @@
+"""A replica without Ray and sockets: the real scheduler, ledgers, ranks and pools, each rank a thread of this process.
+
+Owns the loop over steps and the record of what each step did: what was read from the cache, shared, evicted, preempted, and
+the logits behind every token. For verification and simulation; what serves is ``copyhold.actors.replica``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from copyhold.kvcore.commands import Admit, Dispatch, Evict, Genesis, GroupSpec, Release, Scope
+from copyhold.models.shard_set import ShardSet
+from copyhold.namespace.certificate import RankSigner
+
+from .errors import RanksDiffer
+from .executor import LocalExecutor
+from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
+from .plan import KVAuditOrder, StepEvidence, StepPlan
+from .rank import Rank
+from .scheduler import Scheduler, StepBudget
+from .submission import Entry, Submission
+from .world import FULL_ATTENTION, world_of
+
+INCARNATION = "in-process.1"
+Logits = npt.NDArray[np.float32]
+
+
+class ReplicaShape(msgspec.Struct, frozen=True):
+    """Sizes of one in-process replica: blocks, requests and tokens."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_requests: int = 8
+    max_model_len: int = 512
+    chunk_tokens: int = 512
+    step_tokens: int = 512
+
+
+class RankSet:
+    """Fresh pools and ledgers behind lent shards; executes plans on every rank."""
+
+    def __init__(self, shards: ShardSet, shape: ReplicaShape) -> None:
+        self.shards = shards
+        self.genesis = Genesis(
+            world_of(shards.checkpoint, shape.block_size),
+            (GroupSpec(FULL_ATTENTION, shape.block_size, shape.num_blocks),),
+            shape.max_requests,
+            shape.max_model_len,
+            INCARNATION,
+        )
+        self.pools = shards.new_pools(shape.num_blocks, shape.block_size)
+        signers = [RankSigner(bytes([rank + 1]) * 32) for rank in range(shards.tp_size)]
+        self.ranks = [
+            Rank(number, INCARNATION, shard, shard.pool, signers[number])
+            for number, shard in enumerate(shards.shards)
+        ]
+        self._executor = LocalExecutor(self.ranks)
+
+    def execute(self, plan: StepPlan) -> list[StepEvidence]:
+        """One plan on every rank. Raises: what a rank raises; the set is of no further use then."""
+        with torch.no_grad():
+            return list(self._executor.execute(plan))
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class InProcessStream:
+    """Everything one request was sent, and the logits behind each of its tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logits: list[Logits] = []
+        self.cached_tokens = 0
+        self.failure: Failed | None = None
+        self.ended = False
+        self.entry: Entry | None = None
+
+    def put(self, item: StreamItem) -> None:
+        """Take one item of the stream."""
+        if isinstance(item, Admitted):
+            self.cached_tokens = item.receipt.cached_tokens
+        elif isinstance(item, TokenChunk):
+            self.tokens.extend(item.tokens)
+        elif isinstance(item, Failed):
+            self.failure, self.ended = item, True
+        elif isinstance(item, Finished):
+            self.ended = True
+
+
+class InProcessReplica:
+    """One replica; ``counts`` tallies what happened: cached_tokens, shared_reads, partial_chunks, evicted, preempted."""
+
+    def __init__(self, shards: ShardSet, shape: ReplicaShape) -> None:
+        self._set = RankSet(shards, shape)
+        self._shape = shape
+        self.scheduler = Scheduler(self._set.genesis, StepBudget(shape.step_tokens, shape.chunk_tokens))
+        self.counts: Counter[str] = Counter()
+        self._streams: list[InProcessStream] = []
+        self._submitted = 0
+
+    def submit(
+        self, tokens: Sequence[int], namespace: str, max_new_tokens: int, publish: bool = True
+    ) -> InProcessStream:
+        """Queue one greedy request. Raises: what ``Scheduler.submit`` raises."""
+        self._submitted += 1
+        stream = InProcessStream()
+        submission = Submission(
+            request_id=f"request-{self._submitted}",
+            key_id="key",
+            receipt_id=f"receipt-{self._submitted}",
+            scope=Scope(namespace, 1, self._set.genesis.world),
+            model="in-process",
+            tokens=np.asarray(tokens, dtype="<i4").tobytes(),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=frozenset(),
+            lookup=True,
+            publish=publish,
+            arrived_at_s=0.0,
+            created_at=0.0,
+        )
+        stream.entry = self.scheduler.submit(submission, stream.put)
+        self._streams.append(stream)
+        return stream
+
+    def step(self, order: KVAuditOrder | None = None) -> list[StepEvidence]:
+        """One plan through every rank; empty when there was nothing to say. Raises: ``RanksDiffer`` and a rank's own."""
+        plan = self.scheduler.plan(None, order)
+        if plan is None:
+            return []
+        self._count(plan)
+        evidence = self._set.execute(plan)
+        self._keep_logits(plan)
+        self.scheduler.complete(plan, evidence, 0.0)
+        return evidence
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Steps until every request has ended."""
+        for _ in range(max_steps):
+            if self.scheduler.idle:
+                self.counts["preempted"] = self.scheduler.preemptions
+                self._streams = [stream for stream in self._streams if not stream.ended]
+                return
+            self.step()
+        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.counts()}")
+
+    def serve(
+        self, prompts: Sequence[Sequence[int]], namespace: str, max_new_tokens: int
+    ) -> list[InProcessStream]:
+        """All of ``prompts`` at once in one namespace, until they have ended."""
+        streams = [self.submit(prompt, namespace, max_new_tokens) for prompt in prompts]
+        self.run()
+        self.counts["cached_tokens"] += sum(stream.cached_tokens for stream in streams)
+        return streams
+
+    def audit(self, namespace: str, positions_each: int = 8) -> tuple[int, float]:
+        """Sampled rows of everything the namespace has cached, on every rank, against a cold recompute.
+
+        Returns rows compared and the largest difference.
+        """
+        rows, worst = 0, 0.0
+        for _, tokens, blocks in list(self.scheduler.ledger.paths(namespace)):
+            positions = np.unique(np.linspace(0, len(tokens) - 1, positions_each).astype(int))
+            ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+            order = KVAuditOrder(ids, tuple(blocks.tolist()), tuple(positions.tolist()))
+            for report in self.step(order):
+                assert report.audit is not None, "an audit order is answered with an audit"
+                rows += report.audit.rows_compared
+                worst = max(worst, report.audit.max_abs_difference)
+        return rows, worst
+
+    def close(self) -> None:
+        self._set.close()
+
+    def _count(self, plan: StepPlan) -> None:
+        for command in plan.commands:
+            if isinstance(command, Admit | Dispatch):
+                self.counts["evicted"] += len(command.evict)
+            elif isinstance(command, Evict):
+                self.counts["evicted"] += len(command.nodes)
+            elif isinstance(command, Release) and command.reason == "preempt":
+                self.counts["released_to_preempt"] += 1
+        if plan.commands and isinstance(plan.commands[-1], Dispatch):
+            self.counts["steps"] += 1
+            self._count_rows(plan.commands[-1], plan.sample)
+
+    def _count_rows(self, dispatch: Dispatch, sample: tuple[int, ...]) -> None:
+        self.counts["partial_chunks"] += len(dispatch.rows) - len(sample)
+        readers: Counter[int] = Counter()
+        for span in dispatch.rows:
+            used = -(-(span.start + span.count) // self._shape.block_size)
+            readers.update(self.scheduler.ledger.tables[span.request.slot, :used].tolist())
+        self.counts["shared_reads"] += sum(times - 1 for times in readers.values())
+
+    def _keep_logits(self, plan: StepPlan) -> None:
+        """Hand every sampled row's logits to its stream; the rows' requests still hold their slots here."""
+        if not plan.sample:
+            return
+        dispatch = plan.commands[-1]
+        assert isinstance(dispatch, Dispatch)
+        logits = self._set.shards.last_logits()
+        holders = {stream.entry.handle: stream for stream in self._streams if stream.entry is not None}
+        for place, row in enumerate(plan.sample):
+            stream = holders.get(dispatch.rows[row].request)
+            if stream is None:
+                raise RanksDiffer(0, "a stream for every sampled row", f"none for row {row}")
+            stream.logits.append(logits[place].copy())
