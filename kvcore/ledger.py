@@ -87,6 +87,14 @@ class Ledger(LedgerReads):
         self._machine = _EMPTY_DIGEST
         self._broken = ""
 
+    @classmethod
+    def resumed(cls, state: LedgerState, log_index: int) -> Ledger:
+        """A ledger over a state that stands before that record; the caller has checked the state."""
+        ledger = cls()
+        ledger._state, ledger._log_index = state, log_index
+        ledger._committed, ledger._machine = state.sums.digests()
+        return ledger
+
     def apply(self, command: Command) -> Any:
         """Applies one command; its receipt (AnyReceipt).
 

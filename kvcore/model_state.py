@@ -166,7 +166,7 @@ def _copy(branch: Branch) -> Branch:
 def _gather(state: LedgerState) -> Array:
     """Moves every array of a state into one uint8 array."""
     tree, requests, scopes = state.tree, state.requests, state.scopes
-    records = [pool.records for pool in state.pools] + [tree._records, requests.records, state.counters]
+    records = [pool.records for pool in state.pools] + [tree.records, requests.records, state.counters]
     records += [scopes._namespace_records, scopes._scope_records]
     cells = [pool.free.column for pool in state.pools] + [*requests.cells, tree.free.column]
     cells.append(requests.free.column)

@@ -7,17 +7,18 @@ Source: LEDGER "apply = plan, then commit", "Recording".
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import dropwhile, zip_longest
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from .audit import AuditViolation, audit
+from .checkpoint import restore
 from .errors import LedgerRefusal
 from .handles import BlockHandles
 from .ledger import Ledger
-from .log import LogRecord, read_log
+from .log import LogRecord, read_header, read_log, read_start
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -30,18 +31,24 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """`records` were applied and found equal; `commands` counts them by kind."""
+    """`records` from `first_index` on were applied and found equal; `commands` counts them by kind."""
 
     records: int
     commands: dict[str, int]
     committed_digest: str
     machine_digest: str
     difference: Difference | None = None
+    first_index: int = 0
 
 
 def replay(path: Path, trace: Callable[[int, Any], None] | None = None) -> ReplayReport:
-    """Applies a log to a new ledger; `trace` gets each index and receipt. Raises: the refusals of `read_log`."""
-    ledger = Ledger()
+    """Applies a log to a new ledger, or to the one in its checkpoint; `trace` gets each index and receipt.
+
+    Raises: the refusals of `read_log`; LogCorrupt for a checkpoint that makes no ledger.
+    """
+    checkpoint = read_start(path).checkpoint
+    ledger = Ledger() if checkpoint is None else restore(checkpoint)
+    first_index = ledger.log_index
     commands: dict[str, int] = {}
     difference: Difference | None = None
     for record in read_log(path):
@@ -62,13 +69,18 @@ def replay(path: Path, trace: Callable[[int, Any], None] | None = None) -> Repla
         difference = _audited(ledger)
     records = sum(commands.values())
     return ReplayReport(
-        records, commands, ledger.committed_digest.hex(), ledger.machine_digest.hex(), difference
+        records, commands, ledger.committed_digest.hex(), ledger.machine_digest.hex(), difference, first_index
     )
 
 
 def compare_logs(path: Path, other: Path) -> Difference | None:
-    """The first record in which two logs differ. Raises: the refusals of `read_log`."""
-    for index, (left, right) in enumerate(zip_longest(read_log(path), read_log(other))):
+    """The first record in which two logs differ, from the later of their beginnings on.
+
+    Raises: the refusals of `read_log`.
+    """
+    first = max(read_header(log).first_index for log in (path, other))
+    own, theirs = [dropwhile(lambda record: record.index < first, read_log(log)) for log in (path, other)]
+    for index, (left, right) in enumerate(zip_longest(own, theirs), first):
         if left is None or right is None:
             ended, goes_on = "the log ends", "a record"
             if left is None:

@@ -102,6 +102,10 @@ class ScopeTable:
         ]
         return np.array(found, dtype=np.int64)
 
+    def all_namespaces(self) -> list[str]:
+        """Names in order of first use."""
+        return list(self._namespaces)
+
     def all_scopes(self) -> list[tuple[int, Scope]]:
         """(id, scope) in order of first use."""
         return list(enumerate(self._scopes, start=1))

@@ -85,7 +85,7 @@ class PrefixTree:
         self.pages = records.column(2, "pages", sums.machine)
         self.scope = records.column(3, "scope", sums.machine)
         self.generation = records.column(4, "generation", sums.machine)
-        self._records = records
+        self.records = records
         self._sums = sums
         self._lanes: Array = np.full(5, 2, dtype=np.int64)
         self._fields: Array = np.arange(5, dtype=np.int64)
@@ -102,7 +102,7 @@ class PrefixTree:
 
     def parts(self) -> list[Digested]:
         """Every array that has a share in a digest."""
-        return [self._records, self.free.column]
+        return [self.records, self.free.column]
 
     # Reading.
 
@@ -257,6 +257,22 @@ class PrefixTree:
             return tuple([np.zeros(0, dtype=np.int64) for _ in self._pools])
         return tuple([np.concatenate(parts) for parts in zip(*dropped, strict=True)])
 
+    def adopt(self, node: int, tokens: Array, blocks: tuple[Array, ...]) -> None:
+        """Gives a node whose records are there its content; `link` follows when all are."""
+        self.tokens[node] = tokens
+        for edges, part in zip(self.edges, blocks, strict=True):
+            edges[node] = part
+        self._note_first_blocks(node)
+
+    def link(self, nodes: list[int]) -> None:
+        """Makes roots, children and sums again from the records and contents of all used nodes."""
+        for node in sorted(nodes, key=lambda used: int(self.start.array[used])):
+            parent = int(self.parent.array[node])
+            self._branch(int(self.scope.array[node]), parent).attach(self._key(node), node)
+            if parent:
+                self.num_children[parent] += 1
+            self.end_sum[node] = self._sum_after(parent, self.tokens[node])
+
     def prefix_entries(
         self, scope_print: int, tokens: Array, first: int, before: int, block_size: int
     ) -> tuple[Array, int]:
@@ -293,7 +309,7 @@ class PrefixTree:
             first[node] = edges[node][0]
 
     def _put(self, node: int, *values: int) -> None:
-        records, words = self._records, np.array(values, dtype=np.int64)
+        records, words = self.records, np.array(values, dtype=np.int64)
         loops.put_record(records.cells, node, self._fields, words, self._lanes, records.space, self._sums.all)
 
     def _retire(self, node: int) -> tuple[Array, ...]:
