@@ -192,7 +192,7 @@ def test_a_checkpoint_that_makes_no_ledger_is_refused() -> None:
         {"block_records": (bytes(records), good.block_records[1])},
         {"node_records": good.node_records[:-8]},
         {"machine": bytes(16)},
-        {"request_queue": good.request_queue[4:]},
+        {"node_queue": good.node_queue[4:]},
         {"scopes": ()},
     ):
         with pytest.raises(LogCorrupt):
