@@ -96,6 +96,10 @@ class RayFleet:
         """Signed measurements of every rank of one replica."""
         return await self._ask(incarnation, "purge_evidence", namespace, generation_new, nonce)
 
+    async def erase_logs(self, incarnation: str, namespace: str, generation_new: int) -> int:
+        """Delete recorded logs that hold tokens of older generations; returns how many files went."""
+        return await self._ask(incarnation, "erase_logs", namespace, generation_new)
+
     async def drop_routes(self, namespace: str, generation_new: int) -> None:
         """Forget routing entries below the floor."""
         await self._ask(COORDINATOR, "drop_routes", namespace, generation_new)

@@ -35,6 +35,7 @@ from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
 from .plan import KVAuditOrder, PurgeOrder
 from .receipt_store import keep_receipt
+from .recording_settings import RecordingReport, RecordingSettings
 from .request_counts import RequestCounts
 from .routing import DIGEST_EVERY_TOKENS
 from .submission import Entry, Submission
@@ -42,6 +43,7 @@ from .transport import StepListener
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .recording import Recording
 
 _SLOW_STEP_S = 6.0
 """A step older than this turns health bad before the step's own timeout ends the replica."""
@@ -70,6 +72,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     request_lifetime_s: float
     cache: CacheSettings = DEFAULT_CACHE
     deterministic: bool = False
+    recording: RecordingSettings | None = None
 
 
 class Replica:
@@ -85,6 +88,7 @@ class Replica:
         self._routable: dict[tuple[str, int], dict[bytes, int]] = {}
         self._secrets: dict[str, bytes] = {}
         self._engine: Engine | None = None
+        self._recording: Recording | None = None
         self._draining = False
         self._renew_every_s = 1.0
         self._lease_refusal = ""
@@ -123,7 +127,10 @@ class Replica:
         )
         budget = StepBudget(self._spec.step_tokens, self._spec.prefill_chunk_tokens, self._spec.vocab_size)
         self._loop = asyncio.get_running_loop()
-        self._scheduler = Scheduler(genesis, budget, self._published, self._spec.cache)
+        self._recording = await self._start_recording()
+        self._scheduler = Scheduler(
+            genesis, budget, self._published, self._spec.cache, recording=self._recording
+        )
         executor = ChannelExecutor(self._listener, self._spec.step_timeout_s)
         self._engine = Engine(self._scheduler, executor, lambda: self._lease.holds(time.monotonic()))
         self._engine.start()
@@ -233,6 +240,22 @@ class Replica:
         reports = await asyncio.wrap_future(self._serving_engine().purge(order))
         return [report.purge for report in reports if report.purge is not None]
 
+    async def erase_logs(self, namespace: str, generation: int) -> int:
+        """Delete recorded logs that hold tokens below the floor; requests below it must have ended.
+
+        Recording goes on in a new file. Returns how many files went, those of earlier incarnations included.
+        """
+        recording, settings = self._recording, self._spec.recording
+        if recording is None or settings is None:
+            return 0
+        from .recorded_files import erase_below
+
+        floors, ledger = {namespace: generation}, self._scheduler.ledger
+        await asyncio.wrap_future(self._serving_engine().call(lambda: recording.leave(ledger, floors)))
+        erased = await asyncio.to_thread(erase_below, Path(settings.folder), floors)
+        recording.note_erased(erased)
+        return erased
+
     # -- operator -----------------------------------------------------------------------------------------------
 
     async def status(self) -> dict[str, Any]:
@@ -263,6 +286,7 @@ class Replica:
             "receipts_lost": self.receipts_lost,
             "cache": msgspec.to_builtins(self._scheduler.cache_report()),
             "agreement": msgspec.to_builtins(self._scheduler.agreement.report()),
+            "recording": msgspec.to_builtins(self._recording_report()),
             "times": msgspec.to_builtins(engine.times()),
         }
 
@@ -313,6 +337,22 @@ class Replica:
         if engine is None or engine.failure is not None or self._draining:
             return False
         return self._lease.holds(time.monotonic()) and engine.step_age_s() < _SLOW_STEP_S
+
+    async def _start_recording(self) -> Recording | None:
+        """What earlier incarnations recorded of generations revoked since goes before anything new is written."""
+        from .recorded_files import erase_below
+        from .recording import Recording
+
+        settings, spec = self._spec.recording, self._spec
+        if settings is None:
+            return None
+        recording = Recording(settings, spec.name, spec.incarnation)
+        floors = self._lease.floors.generations
+        recording.note_erased(await asyncio.to_thread(erase_below, Path(settings.folder), floors))
+        return recording
+
+    def _recording_report(self) -> RecordingReport:
+        return RecordingReport() if self._recording is None else self._recording.report()
 
     def _serving_engine(self) -> Engine:
         if self._engine is None:

@@ -48,6 +48,7 @@ from .errors import InvalidRequest, NamespaceRevoked, NoRoom, RanksDiffer
 from .eviction import EvictionReport, Evictor, Victims
 from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
 from .plan import Draw, KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
+from .recording import Recording
 from .shares import Shares
 from .submission import Entry, Submission, first_receipt
 
@@ -89,6 +90,7 @@ class Scheduler:
         on_publication: Callable[[Entry, int, int], None] | None = None,
         cache: CacheSettings = DEFAULT_CACHE,
         clock: Callable[[], float] = time.monotonic,
+        recording: Recording | None = None,
     ) -> None:
         """``clock``: seconds, for lifetimes of cached prefixes only."""
         group = genesis.groups[0]
@@ -101,6 +103,7 @@ class Scheduler:
         self._limits = cache.limits
         self.evictor = Evictor(self._ledger, group.num_blocks, self._shares, cache.make_policy, cache.limits)
         self._clock = clock
+        self._recording = recording
         self._on_publication = on_publication
         self._waiting: deque[Entry] = deque()
         self._running: list[Entry] = []
@@ -241,6 +244,8 @@ class Scheduler:
 
     def plan(self, purge: PurgeOrder | None = None, audit: KVAuditOrder | None = None) -> StepPlan | None:
         """The next message for every rank, or ``None`` when there is nothing to say."""
+        if self._recording is not None:
+            self._recording.between_steps(self._ledger)
         self._end_on_demand()
         self.evict(self.evictor.expired(self._clock()))
         self._admit_waiting()
@@ -267,6 +272,8 @@ class Scheduler:
         self._sent_index = self._ledger.log_index
         self._outbox.clear()
         self._step += 1
+        if self._recording is not None:
+            self._recording.flush()
         return plan
 
     def heartbeat(self) -> StepPlan:
@@ -532,6 +539,8 @@ class Scheduler:
     def _apply(self, command: Command, kind: type[_R] = object) -> _R:
         receipt = self._ledger.apply(command)
         self._outbox.append(command)
+        if self._recording is not None:
+            self._recording.record(command, receipt)
         assert isinstance(receipt, kind), (type(receipt), kind)
         return receipt
 

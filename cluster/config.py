@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from copyhold.actors.recording_settings import RecordingSettings
 from copyhold.models.layout import CollectiveChoice, Dtype
 from copyhold.namespace.errors import StoreAddressRefused
 from copyhold.namespace.store_target import StoreAddress, parse_store_address
@@ -127,6 +128,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pin_blocks: Annotated[
         int, _bounded("blocks", "Blocks of one namespace kept with a cache_priority above 0.", 0, 1 << 20)
     ] = 64
+    record_dir: Annotated[
+        str,
+        _bounded("path", "Where replicas record their ledgers, tenants' token ids included; empty: nowhere."),
+    ] = ""
+    record_max_mb: Annotated[
+        int, _bounded("MB", "Most that the recorded logs of a replica take.", 1, 1 << 20)
+    ] = 64
+    record_max_age_s: Annotated[
+        float, _bounded("seconds", "Age at which recorded commands are deleted.", 60.0, 365 * 86400.0)
+    ] = 86400.0
     receipt_ttl_s: Annotated[int, _bounded("seconds", "How long receipts are kept.", 60, 365 * 86400)] = 86400
     request_lifetime_s: Annotated[
         float,
@@ -245,6 +256,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def num_blocks(self) -> int:
         """Blocks of each rank's pool."""
         return self.pool_tokens // self.block_size
+
+    @property
+    def recording(self) -> RecordingSettings | None:
+        """Where and how much each replica records, none where it does not."""
+        if not self.record_dir:
+            return None
+        folder = str(Path(self.record_dir).expanduser().absolute())
+        return RecordingSettings(folder, self.record_max_mb * 10**6, self.record_max_age_s)
 
     @property
     def cache_path(self) -> Path:

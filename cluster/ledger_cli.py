@@ -112,7 +112,8 @@ def ledger_check(
 def _replay_text(document: dict[str, Any]) -> str:
     if document.get("refusal"):
         return f"refused: {document['refusal']['detail']}"
-    lines = [f"{document['records']} records applied"]
+    after = f" after the checkpoint at {document['first_index']}" if document["first_index"] else ""
+    lines = [f"{document['records']} records applied{after}"]
     lines += [f"  {name} {count}" for name, count in sorted(document["commands"].items())]
     lines += [f"committed {document['committed_digest']}", f"machine   {document['machine_digest']}"]
     for name in ("difference", "against"):

@@ -141,6 +141,7 @@ class ReplicaStarter:
             request_lifetime_s=config.request_lifetime_s,
             cache=cache_settings(config),
             deterministic=config.deterministic,
+            recording=config.recording,
         )
         options = self._options(running, 0) | {"max_concurrency": 1000}
         running.replica = self._ray.remote(Replica).options(name=running.incarnation, **options).remote(spec)

@@ -10,6 +10,7 @@ Source: LEDGER "Recording"; contracts K048, K077.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -83,17 +84,25 @@ class Recorder:
         started_at_s: int = 0,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """Makes the file. Raises: FileExistsError, nothing is overwritten; LogFull for a checkpoint beyond the limit."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file: BinaryIO = os.fdopen(descriptor, "wb")
+        """Makes the file and holds its lock until it is closed.
+
+        Raises: FileExistsError, nothing is overwritten; LogFull for a checkpoint beyond the limit, nothing is made.
+        """
         self._limit_bytes = limit_bytes
         self._started_at_s = started_at_s
-        self._written_bytes = self._file.write(MAGIC)
+        self._written_bytes = len(MAGIC)
         self._checksum = bytes(_CHECKSUM_BYTES)
         self._records = 0
         self._begun = False
+        payload = b"" if checkpoint is None else msgspec.msgpack.encode(checkpoint)
+        self._require_room(payload)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._file: BinaryIO = os.fdopen(descriptor, "wb")
+        self._file.write(MAGIC)
         if checkpoint is not None:
-            self._begin(checkpoint.genesis, checkpoint)
+            self._begin(checkpoint.genesis, checkpoint.index)
+            self._append(payload)
 
     @property
     def records(self) -> int:
@@ -104,10 +113,6 @@ class Recorder:
     def written_bytes(self) -> int:
         """Bytes of the file, those not flushed yet included."""
         return self._written_bytes
-
-    def fileno(self) -> int:
-        """The file's descriptor, for a lock on it."""
-        return self._file.fileno()
 
     def record(self, command: Command, receipt: Receipt) -> None:
         """Appends one applied command. Raises: LogFull, LogWithoutGenesis; nothing is appended."""
@@ -120,7 +125,7 @@ class Recorder:
         if not self._begun:
             if not isinstance(command, Genesis):
                 raise LogWithoutGenesis(type(command).__name__)
-            self._begin(command, None)
+            self._begin(command, 0)
         self._append(payload)
         self._records += 1
 
@@ -129,20 +134,15 @@ class Recorder:
         self._file.flush()
 
     def close(self) -> None:
-        """Flushes to the disk and closes."""
+        """Flushes to the disk, lets the lock go and closes."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def _begin(self, genesis: Genesis, checkpoint: Checkpoint | None) -> None:
-        first_index = 0 if checkpoint is None else checkpoint.index
+    def _begin(self, genesis: Genesis, first_index: int) -> None:
         header = LogHeader(genesis.world, genesis.incarnation, first_index, self._started_at_s)
         self._append(msgspec.msgpack.encode(header))
         self._begun = True
-        if checkpoint is not None:
-            payload = msgspec.msgpack.encode(checkpoint)
-            self._require_room(payload)
-            self._append(payload)
 
     def _require_room(self, payload: bytes) -> None:
         framed = len(payload) + _LENGTH_BYTES + _CHECKSUM_BYTES

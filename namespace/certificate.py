@@ -38,6 +38,7 @@ NOT_COVERED = (
     "backups of the stores and of the host, by whatever name",
     "swap space and core dumps of the host",
     "logs and copies kept by clients",
+    "copies of recorded ledger logs, and such logs on hosts where no replica records any more",
 )
 GENERATION_LOSS = (
     "store durability: the configuration accepts that a crash of the store may lose a generation"

@@ -63,6 +63,10 @@ class Fleet(Protocol):
         """Release and zero the blocks of older generations on every rank; signed evidence of each."""
         ...
 
+    async def erase_logs(self, incarnation: str, namespace: str, generation_new: int) -> int:
+        """Delete recorded ledger logs that hold tokens of older generations; returns how many files went."""
+        ...
+
     async def delete_session_state(self, namespace: str, generation: int) -> None:
         """Delete session records of ``generation`` and older and rewrite the session store's file."""
         ...
@@ -182,17 +186,20 @@ class Revoker:
         evidence: tuple[rec.RankEvidence, ...] = ()
         detail = "it was fenced before it gave evidence"
         if not self._is_out(incarnation):
-            call = self._fleet.purge_evidence(
-                incarnation, record.namespace, record.generation_to, record.nonce
-            )
+            name, generation = record.namespace, record.generation_to
+            call = self._fleet.purge_evidence(incarnation, name, generation, record.nonce)
             try:
                 evidence = tuple(await self._timed(incarnation, call))
+                erased = await self._timed(incarnation, self._fleet.erase_logs(incarnation, name, generation))
             except FleetUnreachable as error:
                 detail = str(error)
             else:
                 faults = member_faults(evidence, member, question)
                 if not faults:
-                    return rec.MemberOutcome(incarnation, "confirmed", "every rank gave evidence", evidence)
+                    detail = "every rank gave evidence"
+                    if erased:
+                        detail += f"; recorded logs deleted: {erased}"
+                    return rec.MemberOutcome(incarnation, "confirmed", detail, evidence)
                 detail = "; ".join(faults)
         return await self._fenced_or_ended(incarnation, detail, evidence)
 

@@ -196,6 +196,7 @@ class SimulatedReplica:
         self.reachable = True
         self.nonzero_bytes = 0
         self.blocks = 3
+        self.recorded_files = 0
 
     def member(self) -> IncarnationRecord:
         keys = tuple(signer.public_key.hex() for signer in self.signers)
@@ -288,6 +289,10 @@ class SimulatedFleet:
     ) -> list[RankEvidence]:
         self._note("purge_evidence", incarnation, namespace, generation_new)
         return self._reach(incarnation).evidence(namespace, generation_new, nonce)
+
+    async def erase_logs(self, incarnation: str, namespace: str, generation_new: int) -> int:
+        self._note("erase_logs", incarnation, namespace, generation_new)
+        return self._reach(incarnation).recorded_files
 
     async def delete_session_state(self, namespace: str, generation: int) -> None:
         self._note("delete_session_state", namespace, generation)

@@ -93,6 +93,7 @@ def test_acts_come_in_their_order_and_admission_is_closed_throughout(
         "end_requests",
         "close_streams",
         "purge_evidence",
+        "erase_logs",
         "delete_session_state",
     ]
     assert fleet.names() == order == refused
@@ -102,6 +103,23 @@ def test_acts_come_in_their_order_and_admission_is_closed_throughout(
     ]
     states = ["stopped", "advanced", "floored", "drained", "settled", "evidenced", "erased", "certified"]
     assert actions == [f"revocation_{state}" for state in states]
+
+
+def test_deleted_logs_are_counted_and_logs_that_stay_fence_their_replica(
+    house: Any, authority: Authority, fleet: Any
+) -> None:
+    fleet.add(authority, "r1").recorded_files = 2
+    unable = fleet.add(authority, "r2")
+
+    def lose_r2(call: str) -> None:
+        if call == "erase_logs":
+            unable.reachable = False
+
+    fleet.on_call = lose_r2
+    certificate = checked(house, authority, revoke(house, authority, fleet))
+    assert outcomes(certificate) == {"r1": "confirmed", "r2": "fenced"}
+    details = {entry.incarnation: entry.detail for entry in certificate.outcomes}
+    assert details["r1"] == "every rank gave evidence; recorded logs deleted: 2"
 
 
 def test_a_second_revocation_goes_one_generation_further(
@@ -354,6 +372,7 @@ def test_nine_commits_are_all_there_are(house: Any, authority: Authority, fleet:
         "end_requests",
         "close_streams",
         "purge_evidence",
+        "erase_logs",
         "delete_session_state",
     ],
 )

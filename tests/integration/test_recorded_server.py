@@ -1,0 +1,91 @@
+"""A server that records: its logs replay to what it reported, and a revocation takes them along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from live_cluster import LiveServer, copyhold, run_server, tiny_config, wait_until
+
+SECRET = "the harbour master's secret is seven ropes. " * 4
+
+
+def _agreed(live: LiveServer) -> tuple[int, str]:
+    """Log index and machine digest once scheduler, ranks and file stand at the same place."""
+
+    def still() -> bool:
+        replica = live.replica()
+        recording = replica["recording"]
+        return replica["agreement"]["last_log_index"] == recording["first_index"] + recording["records"]
+
+    live.assert_quiet()
+    wait_until(still)
+    agreement = live.replica()["agreement"]
+    return agreement["last_log_index"], agreement["last_machine_digest"]
+
+
+def _replay(*arguments: str | Path) -> tuple[int, dict[str, object]]:
+    done = copyhold("ledger", "replay", *map(str, arguments), "--json")
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded") / "logs"
+
+
+def test_logs_of_a_live_server_replay_and_a_revocation_takes_them_along(
+    tiny_model: Path, model_cache: Path, logs: Path
+) -> None:
+    servers = run_server(tiny_config(tiny_model, model_cache, tp=2, record_dir=str(logs)))
+    live = next(servers)
+    try:
+        one, other = live.tenant(), live.tenant()
+        assert live.replica()["recording"]["state"] == "on"
+        one.client.complete(SECRET, max_tokens=4, ignore_eos=True)
+        other.client.complete("Which ships came in today, and what did they carry?", max_tokens=4)
+        before = _agreed(live)
+        (first,) = logs.iterdir()
+        kept = logs.parent / "before"
+        kept.write_bytes(first.read_bytes())
+
+        certificate = json.loads(live.admin.revoke(one.name))
+        assert [outcome["detail"] for outcome in certificate["outcomes"]] == [
+            "every rank gave evidence; recorded logs deleted: 1"
+        ]
+        assert not first.exists()
+        recording = live.replica()["recording"]
+        assert (recording["state"], recording["erased_files"]) == ("on", 1)
+        other.client.complete("Which ships came in today?", max_tokens=4, ignore_eos=True)
+        after = _agreed(live)
+        assert live.admin.audit_ledgers()["findings"] and not any(
+            live.admin.audit_ledgers()["findings"].values()
+        )
+    finally:
+        for _ in servers:
+            raise AssertionError("one server only")
+    (second,) = logs.iterdir()
+    assert second.stat().st_mode & 0o777 == 0o600
+
+    code, whole = _replay(kept)
+    assert (code, whole["records"], whole["machine_digest"]) == (0, *before)
+    code, later = _replay(second, "--against", second)
+    assert (code, later["machine_digest"]) == (0, after[1])
+    assert later["first_index"] + later["records"] == after[0]  # type: ignore[operator]
+
+    content = kept.read_bytes()
+    damaged = logs.parent / "damaged"
+    damaged.write_bytes(content[:-1])
+    code, refused = _replay(damaged)
+    assert (code, refused["refusal"]) == (
+        1,
+        {"reason": "log_truncated", "detail": f"log_truncated: record={before[0] - 1}"},
+    )
+    damaged.write_bytes(content[:-30] + bytes([content[-30] ^ 1]) + content[-29:])
+    code, refused = _replay(damaged)
+    assert code == 1 and f"record={before[0] - 1}" in json.dumps(refused["refusal"])
+
+
+def test_recording_is_off_unless_asked_for(server: LiveServer) -> None:
+    assert server.replica()["recording"]["state"] == "off"
