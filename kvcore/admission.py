@@ -25,6 +25,7 @@ from .errors import (
 )
 from .eviction import EvictionPlan, commit_evictions, plan_evictions
 from .lengths import prefix_lengths
+from .pool import AdmittedBlocks
 from .receipts import PrefixMatch
 from .state import LedgerState, node_handles, require_counter, scrub_ids
 from .tree import TreeMatch
@@ -61,16 +62,10 @@ def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool) -> L
         root_empty=found.root_empty,
         lookup=lookup,
     )
-    left = match.runtime // page
-    nodes: list[int] = []
-    last_pages = 0
-    for node in found.nodes:
-        if left == 0:
-            break
-        last_pages = min(left, int(state.tree.pages.array[node]))
-        nodes.append(node)
-        left -= last_pages
-    return Lookup(match, tuple(nodes), last_pages)
+    pages, nodes, start = match.runtime // page, found.nodes, state.tree.start.array
+    while nodes and start.item(nodes[-1]) >= pages:
+        nodes.pop()
+    return Lookup(match, tuple(nodes), pages - start.item(nodes[-1]) if nodes else 0)
 
 
 def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
@@ -125,26 +120,21 @@ def commit_admit(state: LedgerState, plan: AdmitPlan) -> dict[str, Any]:
         loops.SHARED: runtime // state.alignment,
         loops.TRANSACTION: plan.command.transaction + 1,
     }
-    shared_parts, fresh_parts, scrub_parts = [], [], []
+    admitted: list[AdmittedBlocks] = []
     for group, pool in enumerate(state.pools):
         shared = tree.path_blocks(nodes, group)
-        pool.lease(shared)
-        fresh, scrub = pool.allocate(plan.needed_blocks[group], scope_id)
         first = slot * requests.widths[group]
-        requests.cells[group].fill(first, shared)
-        requests.cells[group].fill(first + len(shared), fresh[:, 0])
-        fields[loops.GROUP_FIELDS + 2 * group] = len(shared) + len(fresh)
-        shared_parts.append(shared)
-        fresh_parts.append(fresh)
-        scrub_parts.append(scrub)
+        taken = pool.admit(requests.cells[group], first, shared, plan.needed_blocks[group], scope_id)
+        fields[loops.GROUP_FIELDS + 2 * group] = len(shared) + len(taken.fresh)
+        admitted.append(taken)
     requests.put(slot, fields)
     state.transaction_counter.put(0, plan.command.transaction + 1)
-    first_scrub, other_scrub = scrub_ids(tuple(scrub_parts))
+    first_scrub, other_scrub = scrub_ids(tuple([blocks.scrub for blocks in admitted]))
     return {
         "request": requests.handle(slot),
         "match": plan.found.match,
-        "new_blocks": state.handles(tuple(fresh_parts)),
-        "shared_blocks": state.present_handles(tuple(shared_parts)),
+        "new_blocks": state.handles(tuple([blocks.fresh for blocks in admitted])),
+        "shared_blocks": state.handles(tuple([blocks.present for blocks in admitted])),
         "path": node_handles(tree, nodes),
         "scrub": first_scrub,
         "scrub_others": other_scrub,

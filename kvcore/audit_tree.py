@@ -89,10 +89,10 @@ def _edge_findings(state: LedgerState, scope_id: int, node: int, group: int, lea
     held = pool.ref.array[blocks]
     if (held < leases).any() or (held[1:] > held[:-1]).any():
         findings.append(f"lock_mismatch: node {node} counts {held.tolist()}, leases {leases}")
-    scope_print = int(state.scopes.scope_print.array[scope_id])
+    scope_print = state.scopes.scope_print.array[scope_id]
     first = int(tree.start.array[node]) * state.alignment
-    before = int(tree.end_sum[parent])
+    before = tree.end_sum[parent]
     entries, end = tree.prefix_entries(scope_print, tree.tokens[node], first, before, pool.block_size)
-    if not np.array_equal(entries, pool.entry.array[blocks]) or end != int(tree.end_sum[node]):
+    if not np.array_equal(entries, pool.entry.array[blocks]) or end != tree.end_sum[node]:
         findings.append(f"identity_conflict: node {node} has entries of another prefix")
     return findings

@@ -12,9 +12,9 @@ from collections.abc import Collection
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from .commands import Evict, NodeHandle, Reset
+from .digest import Array
 from .errors import (
     EvictLiveBlock,
     InternalNodeEvicted,
@@ -35,6 +35,7 @@ class EvictionPlan(msgspec.Struct, frozen=True):
 
 
 NOTHING = EvictionPlan((), 0)
+NO_EVICTIONS = EvictionFacts()
 
 
 def plan_evictions(
@@ -44,6 +45,7 @@ def plan_evictions(
     if not handles:
         return NOTHING
     tree = state.tree
+    present, generations, num_children = tree.pages.array, tree.generation.array, tree.num_children
     gone: dict[int, int] = {}
     nodes: dict[int, None] = {}
     pages = 0
@@ -51,28 +53,31 @@ def plan_evictions(
         node = handle.node
         if node == 0:
             raise RootEvicted(node)
-        if not 0 < node < len(tree.pages.array) or node in nodes:
+        if not 0 < node < len(present) or node in nodes:
             raise StaleTreeVersion(node, handle.generation)
-        if tree.pages.array[node] == 0 or int(tree.generation.array[node]) != handle.generation:
+        held = present.item(node)
+        if held == 0 or generations.item(node) != handle.generation:
             raise StaleTreeVersion(node, handle.generation)
-        children = int(tree.num_children[node]) - gone.get(node, 0)
+        children = num_children.item(node) - gone.get(node, 0)
         if children:
             raise InternalNodeEvicted(node, children)
-        if tree.lock(node):
-            raise LockedLeafEvicted(node, tree.lock(node))
+        locks = tree.lock(node)
+        if locks:
+            raise LockedLeafEvicted(node, locks)
         if node in own_path:
             raise EvictLiveBlock(node)
-        parent = int(tree.parent.array[node])
+        parent = tree.parent.array.item(node)
         gone[parent] = gone.get(parent, 0) + 1
         nodes[node] = None
-        pages += int(tree.pages.array[node])
+        pages += held
     return EvictionPlan(tuple(nodes), pages)
 
 
 def commit_evictions(state: LedgerState, plan: EvictionPlan) -> EvictionFacts:
     """Unlists the edges, then frees their blocks."""
-    for node in plan.nodes:
-        _give_back(state, state.tree.remove_leaf(node))
+    if not plan.nodes:
+        return NO_EVICTIONS
+    _give_back(state, state.tree.remove_leaves(plan.nodes))
     return EvictionFacts(len(plan.nodes), plan.pages * sum(state.tree.per_page))
 
 
@@ -103,7 +108,6 @@ def commit_reset(state: LedgerState, command: Reset) -> dict[str, Any]:
     return {"scope": command.scope, "freed_blocks": sum(len(blocks) for blocks in dropped)}
 
 
-def _give_back(state: LedgerState, parts: tuple[np.ndarray, ...]) -> None:
+def _give_back(state: LedgerState, parts: tuple[Array, ...]) -> None:
     for pool, blocks in zip(state.pools, parts, strict=True):
-        scrub = pool.give_back(blocks, state.scopes.revoked)
-        assert len(scrub) == 0, f"indexed blocks of a revoked scope: {np.sort(scrub).tolist()}"
+        pool.evict(blocks, state.scopes.revoked)

@@ -43,6 +43,7 @@ _ONE = np.uint64(1)
 _MINUS_ONE = np.uint64((1 << 64) - 1)
 _SALT_A, _SALT_B = field_salts(GROUP_FIELDS + 2 * MAX_GROUPS)
 _LARGEST_TOKEN = (1 << 31) - 1
+_STRETCH = 256
 
 
 def _plain(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,9 +232,17 @@ def copy_tokens(tokens, row, weights):
 
 @_jit
 def common_tokens(left, right):
-    """Length of the longest common prefix of two int32 arrays."""
+    """Length of the longest common prefix of two int32 arrays; whole stretches are compared without a branch."""
     both = min(len(left), len(right))
-    for i in range(both):
+    at = 0
+    while at + _STRETCH <= both:
+        apart = np.int32(0)
+        for i in range(at, at + _STRETCH):
+            apart |= left[i] ^ right[i]
+        if apart != 0:
+            break
+        at += _STRETCH
+    for i in range(at, both):
         if left[i] != right[i]:
             return i
     return both
@@ -249,21 +258,24 @@ def page_sums(tokens, weights, page, before, found):
         found[p] = total
 
 
-# Blocks.
-
-
 @_jit
-def take_blocks(blk, cells, count, scope, fresh, scrub, spaces, sums, tally):
-    """Gives free blocks to a scope: fresh int64 [n, 2] becomes (block, generation); how many lie in `scrub`."""
-    scrubbed = 0
-    for i in range(len(fresh)):
-        block, foreign = _take(blk, cells, count - 1 - i, scope, spaces, sums, tally)
-        fresh[i, 0] = block
-        fresh[i, 1] = blk[block, GENERATION]
-        if foreign:
-            scrub[scrubbed] = block
-            scrubbed += 1
-    return scrubbed
+def page_entries(tokens, weights, page, before, scope_print, found):
+    """As `page_sums`, but mixed with the scope's print into nonzero entries; the plain sum at the end."""
+    total = before
+    for p in range(len(found)):
+        for i in range(p * page, (p + 1) * page):
+            total += (_word(tokens[i]) + _ONE) * weights[i]
+        entry = total ^ scope_print
+        entry ^= entry >> _S33
+        entry *= _MIX_A
+        entry ^= entry >> _S33
+        entry *= _MIX_B
+        entry ^= entry >> _S33
+        found[p] = entry | _ONE
+    return total
+
+
+# Blocks.
 
 
 @_jit
@@ -664,3 +676,145 @@ def finish_rows(slots, outcome, req, tokens, weights, alignment, sealed, spaces,
         sums[0] += change_a * weight
         sums[1] += change_b * other
     return queued
+
+
+# Requests and edges as wholes: one call where a command touches all blocks of one group.
+
+
+@_jit
+def admit_blocks(blk, table, first, shared, cells, count, scope, present, fresh, scrub, spaces, sums, tally):
+    """Leases `shared` int64 [n] and takes free blocks for the rest of a table's row, which begins at cell `first`.
+
+    present int64 [n, 2] and fresh int64 [m, 2] become (block, generation); how many blocks lie in `scrub`.
+    """
+    for i in range(len(shared)):
+        block = shared[i]
+        ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+        blk[block, REF] = ref + 1
+        tally[_class(ref, rows, node)] -= 1
+        tally[_class(ref + 1, rows, node)] += 1
+        weight = _weight(spaces[0], block)
+        sums[0] += _SALT_A[REF] * weight
+        sums[1] += _SALT_B[REF] * _other(weight)
+        present[i, 0] = block
+        present[i, 1] = blk[block, GENERATION]
+        _set_cell(table, first + i, block, spaces[2], sums, 0)
+    scrubbed = 0
+    at = first + len(shared)
+    for i in range(len(fresh)):
+        block, foreign = _take(blk, cells, count - 1 - i, scope, spaces, sums, tally)
+        fresh[i, 0] = block
+        fresh[i, 1] = blk[block, GENERATION]
+        _set_cell(table, at + i, block, spaces[2], sums, 0)
+        if foreign:
+            scrub[scrubbed] = block
+            scrubbed += 1
+    return scrubbed
+
+
+@_jit
+def release_blocks(blk, table, first, held, path, cells, count, revoked, scrub, spaces, sums, tally):
+    """Drops a table's row of `held` blocks, and those blocks of the leased `path` that are not in it.
+
+    What becomes free goes on the stack, the first one taken next; (freed, evictable, how many lie in `scrub`).
+    """
+    private = 0
+    for i in range(len(path)):
+        if path[i] != table[first + i]:
+            private += 1
+    freed = np.empty(held + private, np.int64)
+    num_freed = 0
+    evictable = 0
+    j = 0
+    for i in range(held + private):
+        if i < held:
+            block = np.int64(table[first + i])
+        else:
+            while path[j] == table[first + j]:
+                j += 1
+            block = path[j]
+            j += 1
+        ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+        blk[block, REF] = ref - 1
+        weight = _weight(spaces[0], block)
+        other = _other(weight)
+        tally[_class(ref, rows, node)] -= 1
+        tally[_class(ref - 1, rows, node)] += 1
+        if ref == 1 and node == 0:
+            blk[block, ROWS] = 0
+            blk[block, GENERATION] += 1
+            sums[0] -= (_SALT_A[REF] + _word(rows) * _SALT_A[ROWS]) * weight
+            sums[1] -= (_SALT_B[REF] + _word(rows) * _SALT_B[ROWS]) * other
+            sums[2] += _SALT_A[GENERATION] * weight
+            sums[3] += _SALT_B[GENERATION] * other
+            freed[num_freed] = block
+            num_freed += 1
+        else:
+            sums[0] -= _SALT_A[REF] * weight
+            sums[1] -= _SALT_B[REF] * other
+            if ref == 1:
+                evictable += 1
+    scrubbed = 0
+    for i in range(num_freed):
+        block = freed[i]
+        owner = blk[block, OWNER]
+        if revoked[owner]:
+            blk[block, OWNER] = 0
+            weight = _weight(spaces[0], block)
+            sums[2] -= _word(owner) * _SALT_A[OWNER] * weight
+            sums[3] -= _word(owner) * _SALT_B[OWNER] * _other(weight)
+            scrub[scrubbed] = block
+            scrubbed += 1
+        _set_cell(cells, count + num_freed - 1 - i, block + 1, spaces[1], sums, 2)
+    for i in range(first, first + held):
+        _set_cell(table, i, 0, spaces[2], sums, 0)
+    return num_freed, evictable, scrubbed
+
+
+@_jit
+def evict_blocks(blk, blocks, cells, count, revoked, spaces, sums, tally):
+    """Unlists indexed blocks without a reference and frees them, the first one taken next; those of revoked owners."""
+    strange = 0
+    last = count + len(blocks) - 1
+    for i in range(len(blocks)):
+        block = blocks[i]
+        rows, node, entry = blk[block, ROWS], blk[block, NODE], blk[block, ENTRY]
+        blk[block, ROWS] = 0
+        blk[block, NODE] = 0
+        blk[block, ENTRY] = 0
+        blk[block, GENERATION] += 1
+        weight = _weight(spaces[0], block)
+        other = _other(weight)
+        sums[0] -= (_word(rows) * _SALT_A[ROWS] + _word(entry) * _SALT_A[ENTRY]) * weight
+        sums[1] -= (_word(rows) * _SALT_B[ROWS] + _word(entry) * _SALT_B[ENTRY]) * other
+        sums[2] += (_SALT_A[GENERATION] - _word(node) * _SALT_A[NODE]) * weight
+        sums[3] += (_SALT_B[GENERATION] - _word(node) * _SALT_B[NODE]) * other
+        tally[_class(blk[block, REF], rows, node)] -= 1
+        tally[_class(blk[block, REF], 0, 0)] += 1
+        if revoked[blk[block, OWNER]]:
+            strange += 1
+        _set_cell(cells, last - i, block + 1, spaces[1], sums, 2)
+    return strange
+
+
+@_jit
+def retire_nodes(records, nodes, generation, num_children, end_sum, cells, count, space, cells_space, sums):
+    """Empties the records of nodes int64 [n] under a new generation and frees their ids, the first one taken next.
+
+    `generation` is the field of that name; all fields are the machine digest's.
+    """
+    last = count + len(nodes) - 1
+    for i in range(len(nodes)):
+        node = nodes[i]
+        weight = _weight(space, node)
+        other = _other(weight)
+        for field in range(records.shape[1]):
+            old = records[node, field]
+            new = old + 1 if field == generation else 0
+            change = _word(new) - _word(old)
+            records[node, field] = new
+            sums[2] += change * _SALT_A[field] * weight
+            sums[3] += change * _SALT_B[field] * other
+        num_children[node] = 0
+        end_sum[node] = 0
+        _set_cell(cells, last - i, node + 1, cells_space, sums, 2)

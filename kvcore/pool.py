@@ -9,12 +9,17 @@ Source: LEDGER; contracts K041, K044, K060, K066, K070, K074, K182, K187.
 
 from __future__ import annotations
 
+from struct import Struct
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 
 from . import loops
 from .columns import Cells, Digested, DigestSum, IdStack, Records
-from .digest import U64, Array
+from .digest import MASK, U64, Array
+
+_TWO_WORDS = Struct("<QQ").pack
 
 
 class PoolGauge(msgspec.Struct, frozen=True):
@@ -44,8 +49,17 @@ class Sums:
 
     def digests(self) -> tuple[bytes, bytes]:
         """(committed, machine) as 16 bytes each, little-endian; the machine digest covers the committed cells too."""
-        committed = self.all[:2]
-        return committed.astype("<u8").tobytes(), (committed + self.all[2:]).astype("<u8").tobytes()
+        first, second, third, fourth = self.all.tolist()
+        committed = _TWO_WORDS(first, second)
+        return committed, _TWO_WORDS((first + third) & MASK, (second + fourth) & MASK)
+
+
+class AdmittedBlocks(NamedTuple):
+    """(block, generation) int64 [n, 2] of what was leased and of what was taken; blocks to scrub."""
+
+    present: Array
+    fresh: Array
+    scrub: Array
 
 
 class BlockPool:
@@ -78,18 +92,22 @@ class BlockPool:
         """The table and the request records whose cells loops write together with this pool's."""
         self.spaces[2:] = table.space, requests.space
 
-    def allocate(self, count: int, scope: int) -> tuple[Array, Array]:
-        """Gives `count` free blocks to a scope; ((block, generation) int64 [count, 2], blocks to scrub).
+    def admit(self, table: Cells, first: int, shared: Array, count: int, scope: int) -> AdmittedBlocks:
+        """Leases `shared` and gives `count` free blocks to a scope, all into a table's row from cell `first` on.
 
         A block that holds another scope's bytes is to be zeroed before its new owner writes.
         """
+        present = np.empty((len(shared), 2), dtype=np.int64)
         fresh, scrub = np.empty((count, 2), dtype=np.int64), np.empty(count, dtype=np.int64)
-        cells = self.free.column.array
-        scrubbed = loops.take_blocks(
+        scrubbed = loops.admit_blocks(
             self.records.cells,
-            cells,
+            table.array,
+            first,
+            shared,
+            self.free.column.array,
             self.free.count,
             scope,
+            present,
             fresh,
             scrub,
             self.spaces,
@@ -97,7 +115,29 @@ class BlockPool:
             self.tally,
         )
         self.free.count -= count
-        return fresh, scrub[:scrubbed]
+        return AdmittedBlocks(present, fresh, scrub[:scrubbed])
+
+    def release(
+        self, table: Cells, first: int, held: int, path: Array, revoked: Array
+    ) -> tuple[int, int, Array]:
+        """Drops a table's row of `held` blocks and the blocks of the leased `path` that are not in it; as `drop`."""
+        scrub = np.empty(held + len(path), dtype=np.int64)
+        num_freed, evictable, scrubbed = loops.release_blocks(
+            self.records.cells,
+            table.array,
+            first,
+            held,
+            path,
+            self.free.column.array,
+            self.free.count,
+            revoked,
+            scrub,
+            self.spaces,
+            self.sums.all,
+            self.tally,
+        )
+        self.free.count += num_freed
+        return num_freed, evictable, scrub[:scrubbed]
 
     def lease(self, blocks: Array) -> None:
         """One more reference on each block."""
@@ -128,6 +168,21 @@ class BlockPool:
         found = np.empty(len(blocks), dtype=np.int64)
         count = loops.disown_revoked(self.records.cells, blocks, revoked, found, self.spaces, self.sums.all)
         return found[:count]
+
+    def evict(self, blocks: Array, revoked: Array) -> None:
+        """Unlists and frees indexed blocks without a reference."""
+        strange = loops.evict_blocks(
+            self.records.cells,
+            blocks,
+            self.free.column.array,
+            self.free.count,
+            revoked,
+            self.spaces,
+            self.sums.all,
+            self.tally,
+        )
+        self.free.count += len(blocks)
+        assert strange == 0, f"{strange} indexed blocks of a revoked scope"
 
     def index(self, blocks: Array, node: int, entries: Array) -> None:
         """Enters sealed blocks under a tree node with their prefix fingerprints (uint64 [n])."""

@@ -39,7 +39,9 @@ def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
     full = int(requests.valid_rows.array[slot]) // page
     tokens = requests.tokens[slot, : full * page]
     found = tree.match(scope_id, tokens, terminal)
-    duplicates = len(_foreign(state, slot, found.nodes, tree.end_page(terminal), found.pages, 0))
+    duplicates = 0
+    if found.nodes:
+        duplicates = len(_foreign(state, slot, found.nodes, tree.end_page(terminal), found.pages, 0))
     if found.pages < full:
         terminal = _enter(state, slot, found, full)
         requests.terminal.put(slot, terminal)
@@ -61,10 +63,11 @@ def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int) -> int:
     nodes, first = list(found.nodes), tree.end_page(terminal)
     if nodes and found.last_pages < int(tree.pages.array[nodes[-1]]):
         nodes[-1] = tree.split(nodes[-1], found.last_pages)
-    for group, pool in enumerate(state.pools):
-        pool.lease(_foreign(state, slot, nodes, first, found.pages, group))
+    if nodes:
+        for group, pool in enumerate(state.pools):
+            pool.lease(_foreign(state, slot, nodes, first, found.pages, group))
     parent = nodes[-1] if nodes else terminal
-    before = int(tree.end_sum[parent])
+    before = tree.end_sum[parent]
     suffix = requests.tokens[slot, found.pages * page : full * page]
     blocks = tuple(
         [
@@ -77,7 +80,7 @@ def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int) -> int:
         node = parent
     else:
         node = tree.insert(scope_id, parent, suffix, blocks)
-    tree.index(node, suffix, blocks, int(state.scopes.scope_print.array[scope_id]), before)
+    tree.index(node, suffix, blocks, state.scopes.scope_print.array[scope_id], before)
     return node
 
 

@@ -21,11 +21,11 @@ from .state import LedgerState, node_handles
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A lookup that leased nothing: stale as soon as the next command is applied."""
+    """A lookup that leased nothing, `blocks` int64: stale as soon as the next command is applied."""
 
     match: PrefixMatch
     path: tuple[NodeHandle, ...]
-    blocks: tuple[int, ...]
+    blocks: Array
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ class LedgerReads:
         state.scopes.require_current(scope)
         found = look_up(state, state.scopes.find(scope), prompt, lookup)
         blocks = state.tree.path_blocks(list(found.nodes))[: found.match.runtime // state.block_size]
-        return Probe(found.match, node_handles(state.tree, list(found.nodes)), tuple(blocks.tolist()))
+        return Probe(found.match, node_handles(state.tree, list(found.nodes)), _read_only(blocks))
 
     def gauge(self, group: int = 0) -> PoolGauge:
         """Exclusive block counts of one cache group; they sum to its pool's size."""

@@ -115,7 +115,7 @@ class RequestTable:
         raise StaleRequestGeneration(slot, handle.generation)
 
     def handle(self, slot: int) -> RequestHandle:
-        return RequestHandle(slot, int(self.generation.array[slot]))
+        return RequestHandle(slot, self.generation.array.item(slot))
 
     def table(self, slot: int, group: int = 0) -> Array:
         """The request's blocks of one group in logical order, int64 copy."""
@@ -138,11 +138,8 @@ class RequestTable:
         self.put(slot, {loops.NUM_TOKENS: count, loops.TOKEN_PRINT: as_signed(token_print)})
 
     def clear(self, slot: int) -> None:
-        """Empties the slot and gives it back; its generation stays for the fence."""
-        for group, width in enumerate(self.widths):
-            held = int(self.blocks[group].array[slot])
-            self.cells[group].clear(slot * width, slot * width + held)
-        self.tokens[slot, : int(self.num_tokens.array[slot])] = 0
+        """Empties the slot, whose tables are empty, and gives it back; its generation stays for the fence."""
+        self.tokens[slot, : self.num_tokens.array.item(slot)] = 0
         self.put_fields(slot, self._cleared, self._zeros)
         self.free.push_one(slot)
 

@@ -133,15 +133,18 @@ class LedgerState:
         return path[path != self.requests.all_tables[group][slot, : len(path)]]
 
     def drop_references(self, slot: int) -> tuple[int, int, tuple[Array, ...]]:
-        """Drops every reference of one request; (freed, evictable, blocks to scrub by group)."""
+        """Drops every reference of one request and empties its tables; (freed, evictable, blocks to scrub by group)."""
         revoked = self.scopes.revoked
+        nodes = self.tree.path(self.requests.terminal.array.item(slot))
         freed = evictable = 0
         scrub: list[Array] = []
         for group, pool in enumerate(self.pools):
-            blocks, private = self.requests.table(slot, group), self.private_leases(slot, group)
-            if len(private):
-                blocks = np.concatenate([blocks, private])
-            more_freed, more_evictable, scrubbed = pool.drop(blocks, revoked)
+            first = slot * self.requests.widths[group]
+            held = self.requests.blocks[group].array.item(slot)
+            path = self.tree.path_blocks(nodes, group)
+            more_freed, more_evictable, scrubbed = pool.release(
+                self.requests.cells[group], first, held, path, revoked
+            )
             freed, evictable = freed + more_freed, evictable + more_evictable
             scrub.append(scrubbed)
         return freed, evictable, tuple(scrub)
@@ -197,4 +200,5 @@ def scrub_ids(parts: tuple[Array, ...]) -> tuple[tuple[int, ...], tuple[tuple[in
 
 def node_handles(tree: PrefixTree, nodes: list[int]) -> tuple[NodeHandle, ...]:
     """Handles of nodes under their present generations."""
-    return tuple([NodeHandle(node, int(tree.generation.array[node])) for node in nodes])
+    generations = tree.generation.array
+    return tuple([NodeHandle(node, generations.item(node)) for node in nodes])

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from . import loops
 from .columns import Digested, IdStack, Records
-from .digest import Array, mix_words
+from .digest import Array
 from .pool import BlockPool, Sums
 
 Children = dict[bytes, int]
@@ -52,10 +53,13 @@ class Branch:
 
 def _common_prefix(left: bytes, right: bytes) -> int:
     both = min(len(left), len(right))
-    for index in range(both):
-        if left[index] != right[index]:
-            return index
-    return both
+    apart = int.from_bytes(left[:both], "little") ^ int.from_bytes(right[:both], "little")
+    return ((apart & -apart).bit_length() - 1) // 8 if apart else both
+
+
+_NO_BLOCKS: Array = np.zeros(0, dtype=np.int64)
+_SHORT_EDGE = 2048
+"""Tokens up to which two copies and one comparison of bytes are cheaper than a call of a compiled loop."""
 
 
 class TreeMatch(msgspec.Struct):
@@ -109,54 +113,64 @@ class PrefixTree:
     def match(self, scope: int, tokens: Array, node: int = 0) -> TreeMatch:
         """Walks down from `node` (0: the scope's root) as far as `tokens` agree; `tokens` start at the root."""
         branch = self._branches[node] if node else self.roots.get(scope)
-        found = TreeMatch([], 0, self.end_page(node), self.end_page(node) * self._page, False, branch is None)
-        total = len(tokens)
-        while branch is not None and found.semantic < total:
-            at = found.semantic
-            key = tokens[at : at + self._page].tobytes()
+        page, start = self._page, self.end_page(node)
+        found = TreeMatch([], 0, start, start * page, False, branch is None)
+        total, nodes = len(tokens), found.nodes
+        if branch is None or start * page >= total:
+            return found
+        content = tokens.tobytes()
+        at = start * page
+        while branch is not None and at < total:
+            key = content[4 * at : 4 * (at + page)]
             child = branch.by_page.get(key)
             if child is None:
-                found.semantic += branch.common_bytes(key) // 4
-                found.diverged = bool(branch.ordered) and found.semantic < total
+                at += branch.common_bytes(key) // 4
+                found.diverged = bool(branch.ordered) and at < total
                 break
             edge = self.tokens[child]
-            both = min(len(edge), total - at)
-            same = loops.common_tokens(tokens[at : at + both], edge)
-            found.nodes.append(child)
-            found.last_pages = same // self._page
+            length = len(edge)
+            if length <= _SHORT_EDGE and content[4 * at : 4 * (at + length)] == edge.tobytes():
+                same = length
+            else:
+                left = min(length, total - at)
+                same = loops.common_tokens(np.frombuffer(content, np.int32, left, 4 * at), edge)
+            nodes.append(child)
+            found.last_pages = same // page
             found.pages += found.last_pages
-            found.semantic += same
-            if same < len(edge):
-                found.diverged = same < both
+            at += same
+            if same < length:
+                found.diverged = at < total
                 break
             branch = self._branches[child]
+        found.semantic = at
         return found
 
     def end_page(self, node: int) -> int:
         """Pages from the root to the boundary where the node's edge ends; 0 for the root."""
-        return int(self.start.array[node] + self.pages.array[node])
+        return self.start.array.item(node) + self.pages.array.item(node)
 
     def lock(self, node: int) -> int:
         """References to the edge: the count of its first block, in the group where it is highest."""
-        held = [
-            int(pool.ref.array[first[node]])
-            for pool, first in zip(self._pools, self.first_blocks, strict=True)
-        ]
-        return max(held)
+        held = 0
+        for pool, first in zip(self._pools, self.first_blocks, strict=True):
+            held = max(held, pool.ref.array.item(first.item(node)))
+        return held
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root side to `node`; empty for node 0."""
         up: list[int] = []
         while node:
             up.append(node)
-            node = int(self.parent.array[node])
-        return up[::-1]
+            node = self.parent.array.item(node)
+        up.reverse()
+        return up
 
     def path_blocks(self, nodes: list[int], group: int = 0) -> Array:
-        """Blocks of consecutive edges in one group, int64."""
-        if not nodes:
-            return np.zeros(0, dtype=np.int64)
-        return np.concatenate([self.edges[group][node] for node in nodes])
+        """Blocks of consecutive edges in one group, int64; to be read only."""
+        edges = self.edges[group]
+        if len(nodes) == 1:
+            return edges[nodes[0]]
+        return np.concatenate([edges[node] for node in nodes]) if nodes else _NO_BLOCKS
 
     def edge_blocks(self, node: int) -> tuple[Array, ...]:
         """Blocks of one edge, by group."""
@@ -211,9 +225,11 @@ class PrefixTree:
         return upper
 
     def insert(self, scope: int, parent: int, tokens: Array, blocks: tuple[Array, ...]) -> int:
-        """A new leaf edge under `parent` (0: the root, made on demand); the new node's id. `index` follows."""
-        copies = tuple([part.copy() for part in blocks])
-        node = self._create(scope, parent, self.end_page(parent), tokens.copy(), copies)
+        """A new leaf edge under `parent` (0: the root, made on demand); the new node's id. `index` follows.
+
+        `blocks` become the edge's own, `tokens` are copied.
+        """
+        node = self._create(scope, parent, self.end_page(parent), tokens.copy(), blocks)
         self._branch(scope, parent).attach(self._key(node), node)
         if parent:
             self.num_children[parent] += 1
@@ -228,34 +244,39 @@ class PrefixTree:
         self.generation.put(node, int(self.generation.array[node]) + 1)
 
     def index(
-        self, node: int, tokens: Array, blocks: tuple[Array, ...], scope_print: int, before: int
+        self, node: int, tokens: Array, blocks: tuple[Array, ...], scope_print: Any, before: Any
     ) -> None:
-        """Enters the last `len(tokens)` tokens of an edge and their blocks; `before` is the sum above them."""
+        """Enters the last `len(tokens)` tokens of an edge and their blocks; `before` is the sum above them.
+
+        `scope_print` and `before` are uint64 scalars.
+        """
         first = (self.end_page(node) * self._page) - len(tokens)
         for pool, part in zip(self._pools, blocks, strict=True):
             entries, end = self.prefix_entries(scope_print, tokens, first, before, pool.block_size)
             pool.index(part, node, entries)
             self.end_sum[node] = end
 
-    def remove_leaf(self, node: int) -> tuple[Array, ...]:
-        """Takes a leaf edge out of the tree; its blocks by group, no longer indexed."""
-        scope, parent = int(self.scope.array[node]), int(self.parent.array[node])
-        branch = self._branch(scope, parent)
-        branch.detach(self._key(node))
-        if parent:
-            self.num_children[parent] -= 1
-        elif not branch.by_page:
-            del self.roots[scope]
-        return self._retire(node)
+    def remove_leaves(self, nodes: tuple[int, ...]) -> tuple[Array, ...]:
+        """Takes leaf edges out of the tree, in this order; their blocks by group, last edge first, still indexed."""
+        scopes, parents = self.scope.array, self.parent.array
+        for node in nodes:
+            scope, parent = scopes.item(node), parents.item(node)
+            branch = self._branch(scope, parent)
+            branch.detach(self._key(node))
+            if parent:
+                self.num_children[parent] -= 1
+            elif not branch.by_page:
+                del self.roots[scope]
+        return self._retire(nodes)
 
     def drop_root(self, scope: int) -> tuple[Array, ...]:
         """Takes a whole root out of the tree; all its blocks by group, no longer indexed."""
-        nodes = list(self.subtree(scope))
+        nodes = tuple(self.subtree(scope))
         self.roots.pop(scope, None)
-        dropped = [self._retire(node) for node in nodes]
-        if not dropped:
-            return tuple([np.zeros(0, dtype=np.int64) for _ in self._pools])
-        return tuple([np.concatenate(parts) for parts in zip(*dropped, strict=True)])
+        dropped = self._retire(nodes)
+        for pool, blocks in zip(self._pools, dropped, strict=True):
+            pool.unindex(blocks)
+        return dropped
 
     def adopt(self, node: int, tokens: Array, blocks: tuple[Array, ...]) -> None:
         """Gives a node whose records are there its content; `link` follows when all are."""
@@ -274,17 +295,17 @@ class PrefixTree:
             self.end_sum[node] = self._sum_after(parent, self.tokens[node])
 
     def prefix_entries(
-        self, scope_print: int, tokens: Array, first: int, before: int, block_size: int
-    ) -> tuple[Array, int]:
+        self, scope_print: Any, tokens: Array, first: int, before: Any, block_size: int
+    ) -> tuple[Array, Any]:
         """Nonzero uint64 fingerprints of the prefixes that end at each block of `tokens`, and the sum at the end.
 
         `tokens` begin at position `first`, after a prefix of sum `before`. A fingerprint covers the scope and
         every token before the block's end, so it does not depend on splits.
         """
-        sums = np.empty(len(tokens) // block_size, dtype=np.uint64)
+        found = np.empty(len(tokens) // block_size, dtype=np.uint64)
         weights = self._weights[first : first + len(tokens)]
-        loops.page_sums(tokens, weights, block_size, np.uint64(before), sums)
-        return mix_words(sums ^ np.uint64(scope_print)) | np.uint64(1), int(sums[-1])
+        end = loops.page_entries(tokens, weights, block_size, before, scope_print, found)
+        return found, np.uint64(end)
 
     def _sum_after(self, parent: int, tokens: Array) -> int:
         first = self.end_page(parent) * self._page
@@ -312,19 +333,33 @@ class PrefixTree:
         records, words = self.records, np.array(values, dtype=np.int64)
         loops.put_record(records.cells, node, self._fields, words, self._lanes, records.space, self._sums.all)
 
-    def _retire(self, node: int) -> tuple[Array, ...]:
-        blocks = self.edge_blocks(node)
-        for pool, part in zip(self._pools, blocks, strict=True):
-            pool.unindex(part)
-        self._put(node, 0, 0, 0, 0, int(self.generation.array[node]) + 1)
-        self.tokens[node] = self.tokens[0]
-        for edges in self.edges:
-            edges[node] = edges[0]
-        self._branches[node] = None
-        self.num_children[node] = 0
-        self.end_sum[node] = 0
-        self.free.push_one(node)
-        return blocks
+    def _retire(self, nodes: tuple[int, ...]) -> tuple[Array, ...]:
+        """Frees the records of nodes; the blocks they had, by group, last node first."""
+        if not nodes:
+            return tuple([_NO_BLOCKS for _ in self._pools])
+        last_first = nodes[::-1]
+        parts = tuple([self.path_blocks(list(last_first), group) for group in range(len(self._pools))])
+        records, ids = self._records, self.free.column
+        loops.retire_nodes(
+            records.cells,
+            np.array(last_first, dtype=np.int64),
+            self.generation.field,
+            self.num_children,
+            self.end_sum,
+            ids.array,
+            self.free.count,
+            records.space,
+            ids.space,
+            self._sums.all,
+        )
+        self.free.count += len(nodes)
+        nothing = self.tokens[0]
+        for node in nodes:
+            self.tokens[node] = nothing
+            self._branches[node] = None
+            for edges in self.edges:
+                edges[node] = edges[0]
+        return parts
 
     def _key(self, node: int) -> bytes:
         return self.tokens[node][: self._page].tobytes()

@@ -100,7 +100,7 @@ def test_probe_reads_only_and_agrees_with_the_admission(driver: Any) -> None:
     assert driver.trace() == before
     receipt = driver.apply(command)
     assert probe.match == receipt.match
-    assert probe.blocks == tuple(handle.block for handle in receipt.shared_blocks)
+    assert probe.blocks.tolist() == [handle.block for handle in receipt.shared_blocks]
 
 
 def test_lookup_not_permitted_computes_cold(driver: Any) -> None:
