@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from copyhold.kernels.pool import TILE, KVPool
+from copyhold.kernels.pool import KVPool
 from copyhold.kvcore.commands import AdvanceGeneration, Command, Release, Scope
 from copyhold.kvcore.ledger import Ledger
 from copyhold.kvcore.receipts import (
     AdvanceReceipt,
-    BlockCopy,
     CompleteReceipt,
     DispatchReceipt,
     ReleaseReceipt,
@@ -66,9 +65,13 @@ class Scrubber:
             self._scrub_completed(receipt)
             return
         self._pool.zero_blocks(getattr(receipt, "scrub", ()))
-        if isinstance(receipt, DispatchReceipt):
-            for copy in receipt.copies:
-                copy_rows(self._pool, copy)
+        if isinstance(receipt, DispatchReceipt) and receipt.copies:
+            copies = receipt.copies
+            self._pool.copy_rows(
+                [copy.source for copy in copies],
+                [copy.target for copy in copies],
+                [copy.rows for copy in copies],
+            )
 
     def evidence(self, order: PurgeOrder, incarnation: str, rank: int, floor_digest: bytes) -> RankEvidence:
         """What this rank measured for ``order``; unsigned. ``floor_digest``: the ledger's machine digest now."""
@@ -111,13 +114,3 @@ class Scrubber:
         self._pool.zero_blocks(receipt.scrub[:sources])
         for facts in deferred:
             self._scrub_of(facts.scope, facts.scrub, facts.freed_blocks)
-
-
-def copy_rows(pool: KVPool, copy: BlockCopy) -> None:
-    """Rows [0, rows) of the source become those of the target; its other rows keep what they held."""
-    for inner in range(-(-copy.rows // TILE)):
-        lanes = min(copy.rows - inner * TILE, TILE)
-        source = copy.source * pool.tiles_per_block + inner
-        target = copy.target * pool.tiles_per_block + inner
-        pool.k[:, target, :, :, :lanes] = pool.k[:, source, :, :, :lanes]
-        pool.v[:, target, :, :lanes] = pool.v[:, source, :, :lanes]

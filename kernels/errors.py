@@ -50,3 +50,13 @@ class BlockOutOfRange(KernelError):
         self.block_id = block_id
         self.num_blocks = num_blocks
         super().__init__(f"block {block_id} is outside the pool of {num_blocks} blocks")
+
+
+class PartitionNotWholeTiles(KernelError):
+    """A reduction partition is not a multiple of the kernel's block; nothing was written (K144)."""
+
+    reason = "partition_not_multiple_of_block"
+
+    def __init__(self, partition: int, tile: int) -> None:
+        self.partition = partition
+        super().__init__(f"partition of {partition} tokens is not a positive multiple of the kernel's {tile}")
