@@ -339,7 +339,7 @@ class PrefixTree:
             return tuple([_NO_BLOCKS for _ in self._pools])
         last_first = nodes[::-1]
         parts = tuple([self.path_blocks(list(last_first), group) for group in range(len(self._pools))])
-        records, ids = self._records, self.free.column
+        records, ids = self.records, self.free.column
         loops.retire_nodes(
             records.cells,
             np.array(last_first, dtype=np.int64),
