@@ -77,11 +77,12 @@ class Agreement:
 
 
 def ledger_findings(ledger: Ledger) -> list[str]:
-    """What an audit from scratch finds wrong in one ledger; empty when nothing is."""
+    """What an audit from scratch finds wrong in one ledger; empty when nothing is. Commands wait meanwhile."""
     from copyhold.kvcore.audit import AuditViolation, audit
 
     try:
-        audit(ledger)
+        with ledger.at_rest():
+            audit(ledger)
     except AuditViolation as violation:
         return list(violation.findings)
     return []

@@ -34,6 +34,7 @@ from .errors import ActorError, InvalidRequest, ReplicaStopped
 from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
 from .plan import KVAuditOrder, PurgeOrder
+from .pool_figures import PoolFigures
 from .receipt_store import keep_receipt
 from .recording_settings import RecordingReport, RecordingSettings
 from .request_counts import RequestCounts
@@ -73,6 +74,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     cache: CacheSettings = DEFAULT_CACHE
     deterministic: bool = False
     recording: RecordingSettings | None = None
+    pool: PoolFigures | None = None
 
 
 class Replica:
@@ -286,6 +288,7 @@ class Replica:
             "receipts_lost": self.receipts_lost,
             "cache": msgspec.to_builtins(self._scheduler.cache_report()),
             "agreement": msgspec.to_builtins(self._scheduler.agreement.report()),
+            "pool_size": msgspec.to_builtins(self._spec.pool),
             "recording": msgspec.to_builtins(self._recording_report()),
             "times": msgspec.to_builtins(engine.times()),
         }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from copyhold.kvcore.contract_errors import ContractRefusal
 from copyhold.models.layout import CollectiveChoice
 
 from .agreement import ledger_findings
@@ -38,6 +39,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     max_step_tokens: int
     collective_timeout_s: float
     channel_path: str
+    world: bytes
     collective: CollectiveChoice = "auto"
     deterministic: bool = False
 
@@ -45,7 +47,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 class WorkerStatus(msgspec.Struct, frozen=True):
     """Where a rank stands. ``kernel_compilations``: kernels this process had to compile (0 with a warm cache).
 
-    ``collective``: what ranks add through: none, shm or gloo.
+    ``collective``: what ranks add through: none, shm or gloo. ``layout``: the RankLayoutDigest of its pool.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     failure: str
     collective: str = ""
     deterministic: bool = False
+    layout: str = ""
 
 
 class TPWorker:
@@ -69,19 +72,26 @@ class TPWorker:
         self._store: RendezvousStore | None = None
         self._steps = 0
         self._failure = ""
+        self._layout = ""
         self._kernel_compilations = 0
 
     def pid(self) -> int:
         """The actor's process id."""
         return os.getpid()
 
-    def load(self) -> str:
-        """Map the pool and start the rank's ledger; returns the rank's public key in hexadecimal."""
+    def load(self) -> str | ContractRefusal:
+        """Map the pool and check its layout; the rank's public key in hexadecimal.
+
+        A layout that is not that of the replica's world is returned as the refusal: the rank is of no use then.
+        """
         import torch
 
         from copyhold.kernels.pool import KVPool
         from copyhold.models.manifest import load_checkpoint
         from copyhold.namespace.certificate import RankSigner
+
+        from .rank_layout import attach
+        from .world import world_manifest
 
         torch.set_num_threads(self._spec.threads)
         torch.set_grad_enabled(False)
@@ -95,6 +105,16 @@ class TPWorker:
             checkpoint.config.head_dim,
             self._spec.block_size,
         )
+        try:
+            self._layout = attach(
+                world_manifest(checkpoint, self._spec.block_size),
+                self._spec.world,
+                self._spec.rank,
+                self._spec.num_blocks,
+                self._pool,
+            )
+        except ContractRefusal as refusal:
+            return refusal
         self._signer = RankSigner(self._signer_seed)
         return self._signer.public_key.hex()
 
@@ -173,6 +193,7 @@ class TPWorker:
             kernel_compilations=self._kernel_compilations,
             failure=self._failure,
             collective=self._shard.collective.kind,
+            layout=self._layout,
             deterministic=self._shard.deterministic,
         )
 

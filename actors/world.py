@@ -17,6 +17,11 @@ FULL_ATTENTION = "full"
 
 def world_of(checkpoint: ConvertedCheckpoint, block_size: int) -> bytes:
     """SHA-256 of the world this checkpoint serves under, split as its partitions say."""
+    return world_digest(world_manifest(checkpoint, block_size))
+
+
+def world_manifest(checkpoint: ConvertedCheckpoint, block_size: int) -> WorldManifest:
+    """The world itself."""
     config = checkpoint.config
     scaling = config.rope_scaling
     group = CacheGroupManifest(
@@ -27,7 +32,7 @@ def world_of(checkpoint: ConvertedCheckpoint, block_size: int) -> bytes:
         head_dim=config.head_dim,
         window=0,
     )
-    manifest = WorldManifest(
+    return WorldManifest(
         model_digest=bytes.fromhex(checkpoint.digest),
         model_revision=checkpoint.digest,
         adapter_digest=b"",
@@ -39,4 +44,3 @@ def world_of(checkpoint: ConvertedCheckpoint, block_size: int) -> bytes:
         kv_head_partition=tuple(len(part.kv_heads) for part in checkpoint.partitions),
         num_layers=config.num_layers,
     )
-    return world_digest(manifest)

@@ -28,7 +28,8 @@ def check_cache(config: Config) -> None:
     if config.isolation not in ISOLATIONS:
         known = ", ".join(ISOLATIONS)
         raise ConfigError("isolation", f"isolation = {config.isolation!r} is not one of {known}")
-    if config.isolation == "strict" and config.tenant_share_blocks > config.num_blocks:
+    sized = not config.pool_mb  # otherwise the pool is known once the model is, and checked then
+    if sized and config.isolation == "strict" and config.tenant_share_blocks > config.num_blocks:
         raise ConfigError(
             "tenant_share_blocks",
             f"tenant_share_blocks = {config.tenant_share_blocks} exceeds the pool of {config.num_blocks} blocks",
@@ -38,7 +39,7 @@ def check_cache(config: Config) -> None:
     except ValueError as error:
         raise ConfigError("tenant_blocks", f"tenant_blocks: {error}") from None
     floors = sum(share.floor_blocks for share in named.values())
-    if floors > config.num_blocks:
+    if sized and floors > config.num_blocks:
         raise ConfigError(
             "tenant_blocks",
             f"tenant_blocks promises {floors} blocks, the pool (pool_tokens / block_size) has {config.num_blocks}",

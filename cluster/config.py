@@ -77,6 +77,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         16
     )
     pool_tokens: Annotated[int, _bounded("tokens", "K/V pool of each rank.", 256, 1 << 24)] = 8192
+    pool_mb: Annotated[
+        int,
+        _bounded("MB", "K/V memory of each rank, instead of pool_tokens; 0: pool_tokens holds.", 0, 1 << 20),
+    ] = 0
     max_model_len: Annotated[
         int, _bounded("tokens", "Longest prompt plus reply; prompts stay under 100 kB.", 32, 24576)
     ] = 4096
@@ -211,12 +215,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError("dtype", f"dtype = {self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
         if self.block_size % 16:
             raise ConfigError("block_size", f"block_size = {self.block_size} is not a multiple of 16 tokens")
-        if self.pool_tokens % self.block_size:
+        if self.pool_tokens % self.block_size and not self.pool_mb:
             raise ConfigError(
                 "pool_tokens",
                 f"pool_tokens = {self.pool_tokens} is not a multiple of block_size ({self.block_size})",
             )
-        if self.max_model_len > self.pool_tokens:
+        if self.max_model_len > self.pool_tokens and not self.pool_mb:
             raise ConfigError(
                 "max_model_len",
                 f"max_model_len = {self.max_model_len} exceeds the pool (pool_tokens = {self.pool_tokens})",
@@ -254,7 +258,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each rank's pool."""
+        """Blocks of each rank's pool; where ``pool_mb`` sizes it, of the settings that the driver makes of it."""
         return self.pool_tokens // self.block_size
 
     @property

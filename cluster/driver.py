@@ -17,12 +17,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from .errors import ClusterError
 from .launch import Failed, LaunchSpec, ReadyPipe, Stage, decode_report, read_launch_spec
 from .prepare import PreparedModel, prepared_model
 from .ray_session import enter_environment
 
 if TYPE_CHECKING:
+    from copyhold.models.manifest import ConvertedCheckpoint
+
     from .keeper import Keeper
 
 _WATCH_EVERY_S = 1.0
@@ -94,9 +98,20 @@ def _start(spec: LaunchSpec, pipe: ReadyPipe) -> Keeper:
 
     from .keeper import Keeper
 
-    keeper = Keeper(spec, load_checkpoint(Path(prepared.path)), model_name(spec, prepared))
+    checkpoint = load_checkpoint(Path(prepared.path))
+    keeper = Keeper(_sized(spec, checkpoint), checkpoint, model_name(spec, prepared))
     keeper.start(pipe)
     return keeper
+
+
+def _sized(spec: LaunchSpec, checkpoint: ConvertedCheckpoint) -> LaunchSpec:
+    """The launch with its pools as they will be. Raises: PoolRefused, ConfigError."""
+    from .pool_size import pool_figures, require_free, sized_config
+
+    figures = pool_figures(spec.config, checkpoint)
+    if spec.config.pool_mb:
+        require_free(figures, spec.config.replicas)
+    return msgspec.structs.replace(spec, config=sized_config(spec.config, figures), pool=figures)
 
 
 def model_name(spec: LaunchSpec, prepared: PreparedModel) -> str:
@@ -109,8 +124,8 @@ def model_name(spec: LaunchSpec, prepared: PreparedModel) -> str:
 
 
 def _check_pool(spec: LaunchSpec) -> None:
-    blocks = spec.config.pool_tokens // spec.config.block_size
-    if blocks < _SMALLEST_POOL_BLOCKS:
+    blocks = spec.config.num_blocks
+    if not spec.config.pool_mb and blocks < _SMALLEST_POOL_BLOCKS:
         raise StartFailed("PoolTooSmall", f"pool_tokens {spec.config.pool_tokens} gives {blocks} blocks")
 
 

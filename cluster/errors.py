@@ -27,6 +27,18 @@ class ClusterError(Exception):
         return " ".join(str(self).split())
 
 
+class PoolRefused(ClusterError):
+    """The memory given to a rank does not hold what its pool must; the text says how much is missing. Nothing started."""
+
+    type = "pool_refused"
+
+
+class RankRefused(ClusterError):
+    """A rank's pool or checkpoint is not that of the replica's world; the text names what differs. Its actors end."""
+
+    type = "rank_refused"
+
+
 class ConfigError(ClusterError):
     """A configuration key or value is not allowed. Nothing was started or written."""
 

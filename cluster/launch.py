@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from copyhold.actors.pool_figures import PoolFigures
 from copyhold.namespace.store_target import StoreTarget
 
 from .config import Config
@@ -32,6 +33,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     authority_store: StoreTarget
     sessions_store: StoreTarget
     admin_socket: str
+    pool: PoolFigures | None = None
+    """Known to the driver once the checkpoint is."""
 
 
 class Stage(msgspec.Struct, frozen=True):

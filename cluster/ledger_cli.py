@@ -1,4 +1,4 @@
-"""``copyhold ledger``: byte ledgers, replay of recorded logs, and the bounded exhaustive check of the state machine.
+"""``copyhold ledger``: byte ledgers, replay of recorded logs, audits, the bounded exhaustive check of the state machine.
 
 Exit codes: 0 all holds, 1 a log or a check differs, 2 the call was wrong. Imported by every ``copyhold`` command, so
 what computes is imported where it runs.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_options import ConfigFile, JsonOption, StateDir, state_folder
+from .cli_options import ConfigFile, JsonOption, StateDir, state_folder, with_admin
 from .cli_output import Output
 from .errors import UsageError
 from .server_record import find_server
 
-ledger = typer.Typer(help="The ledger: bytes, recorded logs, exhaustive check.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from .admin_client import AdminClient
+
+ledger = typer.Typer(help="The ledger: bytes, recorded logs, audits, exhaustive check.", no_args_is_help=True)
 
 
 @ledger.command("bytes")
@@ -92,6 +95,17 @@ def ledger_replay(
         document = {"ok": False, "refusal": {"reason": refusal.reason, "detail": str(refusal)}}
     Output(json).emit(document, _replay_text(document))
     return 0 if document["ok"] else 1
+
+
+@ledger.command("audit")
+@with_admin
+def ledger_audit(admin: AdminClient, json: JsonOption = False) -> int:
+    """Recompute the running server's ledgers, of every replica's scheduler and ranks. Exit code 1: one contradicts itself."""
+    findings: dict[str, list[str]] = admin.audit_ledgers()["findings"]
+    right = bool(findings) and not any(findings.values())
+    lines = [f"{name}: {'; '.join(found) or 'nothing wrong'}" for name, found in findings.items()]
+    Output(json).emit({"ok": right, "findings": findings}, "\n".join(lines) or "no ledger runs")
+    return 0 if right else 1
 
 
 @ledger.command("check")

@@ -19,12 +19,14 @@ from copyhold.actors.names import replica_name, worker_name
 from copyhold.actors.replica import Replica, ReplicaSpec
 from copyhold.actors.worker import TPWorker, WorkerSpec
 from copyhold.actors.world import world_of
+from copyhold.kvcore.contract_errors import ContractRefusal
 from copyhold.models.layout import CollectiveChoice
 from copyhold.models.manifest import ConvertedCheckpoint
 from copyhold.namespace.authority import ClusterIdentity
 
 from .cache_config import cache_settings
 from .config import Config
+from .errors import RankRefused
 from .launch import LaunchSpec
 from .processes import ProcessIdentity, end_processes, identity
 from .ray_session import RaySession
@@ -100,11 +102,12 @@ class ReplicaStarter:
                 incarnation=running.incarnation,
                 model_path=str(self._checkpoint.path),
                 block_size=config.block_size,
-                num_blocks=config.pool_tokens // config.block_size,
+                num_blocks=config.num_blocks,
                 threads=config.threads_per_rank,
                 max_step_tokens=config.step_budget_tokens,
                 collective_timeout_s=config.collective_timeout_s,
                 channel_path=self._channel_path(running.incarnation),
+                world=world_of(self._checkpoint, config.block_size),
                 collective=msgspec.convert(config.collective, CollectiveChoice),
                 deterministic=config.deterministic,
             )
@@ -112,11 +115,14 @@ class ReplicaStarter:
             name = worker_name(running.incarnation, rank)
             running.workers.append(self._ray.remote(TPWorker).options(name=name, **options).remote(spec))
         self._note_processes(running, self._get([worker.pid.remote() for worker in running.workers]))
-        keys = tuple(self._get([worker.load.remote() for worker in running.workers]))
+        keys = self._get([worker.load.remote() for worker in running.workers])
+        for rank, refusal in enumerate(keys):
+            if isinstance(refusal, ContractRefusal):
+                raise RankRefused(f"rank {rank} of {running.incarnation}: {refusal}")
         port = self._get(running.workers[0].open_store.remote())
         self._get([worker.join.remote(port) for worker in running.workers])
         self._get([worker.warm_up.remote() for worker in running.workers])
-        return keys
+        return tuple(keys)
 
     def _start_replica(self, running: RunningReplica, cluster: ClusterIdentity) -> None:
         config = self._config
@@ -127,7 +133,7 @@ class ReplicaStarter:
             world=world_of(self._checkpoint, config.block_size),
             model=self._model_name,
             block_size=config.block_size,
-            num_blocks=config.pool_tokens // config.block_size,
+            num_blocks=config.num_blocks,
             max_requests=config.max_requests,
             max_model_len=self._max_model_len,
             vocab_size=self._checkpoint.config.vocab_size,
@@ -142,6 +148,7 @@ class ReplicaStarter:
             cache=cache_settings(config),
             deterministic=config.deterministic,
             recording=config.recording,
+            pool=self._spec.pool,
         )
         options = self._options(running, 0) | {"max_concurrency": 1000}
         running.replica = self._ray.remote(Replica).options(name=running.incarnation, **options).remote(spec)

@@ -112,6 +112,10 @@ class Ledger(LedgerReads):
                 raise LogRepetition(self._log_index, index)
             return self._apply(command)
 
+    def at_rest(self) -> Lock:
+        """A context in which no command is applied: for whoever reads much of the state from another thread."""
+        return self._applying
+
     @property
     def log_index(self) -> int:
         """The index the next record will have."""

@@ -1,12 +1,18 @@
-"""A server that records: its logs replay to what it reported, and a revocation takes them along."""
+"""A server that records: its logs replay to what it reported, and a revocation takes them along.
+
+The same server's pools are sized from memory over two ranks of 2 + 1 KV heads, while a neighbour takes and returns 1 GiB.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from live_cluster import LiveServer, copyhold, run_server, tiny_config, wait_until
+from tiny_checkpoint import make_tiny_checkpoint
 
 SECRET = "the harbour master's secret is seven ropes. " * 4
 
@@ -30,17 +36,41 @@ def _replay(*arguments: str | Path) -> tuple[int, dict[str, object]]:
     return done.returncode, json.loads(done.stdout)
 
 
+def _check_pool(live: LiveServer) -> None:
+    """Case B34 (a): what the share is worth on the rank with two heads, whatever a neighbour does meanwhile."""
+    block_bytes = (2 * 2 * 2 * 16 * 4 * 16, 2 * 2 * 1 * 16 * 4 * 16)
+    pool = live.replica()["pool_size"]
+    assert pool["num_blocks"] == 10**6 // block_bytes[0] == live.pool()["total"] == 122
+    assert (pool["source"], pool["budget_bytes"]) == ("pool_mb", [10**6, 10**6])
+    assert pool["block_bytes"] == list(block_bytes)
+    assert pool["affordable_blocks"] == [122, 244]
+    ranks = live.admin.ranks()["ranks"]
+    assert [rank["pool_bytes"] for rank in ranks] == pool["used_bytes"]
+    assert len({rank["layout"] for rank in ranks}) == 2 and all(rank["layout"] for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def uneven_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uneven") / "model"
+    return make_tiny_checkpoint(folder, num_heads=6, num_kv_heads=3, head_dim=16, hidden_size=96)
+
+
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recorded") / "logs"
 
 
 def test_logs_of_a_live_server_replay_and_a_revocation_takes_them_along(
-    tiny_model: Path, model_cache: Path, logs: Path
+    uneven_model: Path, model_cache: Path, logs: Path
 ) -> None:
-    servers = run_server(tiny_config(tiny_model, model_cache, tp=2, record_dir=str(logs)))
+    taker = [sys.executable, "-c", "held = bytearray(b'x') * (1 << 30); input(); del held; input()"]
+    neighbour = subprocess.Popen(taker, stdin=subprocess.PIPE, text=True)
+    config = tiny_config(uneven_model, model_cache, tp=2, pool_mb=1, max_model_len=1024, record_dir=str(logs))
+    servers = run_server(config)
     live = next(servers)
+    neighbour.communicate("\n\n", timeout=30.0)
     try:
+        _check_pool(live)
         one, other = live.tenant(), live.tenant()
         assert live.replica()["recording"]["state"] == "on"
         one.client.complete(SECRET, max_tokens=4, ignore_eos=True)
@@ -59,9 +89,9 @@ def test_logs_of_a_live_server_replay_and_a_revocation_takes_them_along(
         assert (recording["state"], recording["erased_files"]) == ("on", 1)
         other.client.complete("Which ships came in today?", max_tokens=4, ignore_eos=True)
         after = _agreed(live)
-        assert live.admin.audit_ledgers()["findings"] and not any(
-            live.admin.audit_ledgers()["findings"].values()
-        )
+        audited = copyhold("ledger", "audit", "--admin-socket", str(live.supervisor.admin_socket), "--json")
+        findings = json.loads(audited.stdout)["findings"]
+        assert (audited.returncode, len(findings), any(findings.values())) == (0, 3, False)
     finally:
         for _ in servers:
             raise AssertionError("one server only")
