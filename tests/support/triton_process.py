@@ -1,0 +1,36 @@
+"""Runs a script of this folder in a process of its own, since Triton decides once a process to interpret or to compile."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUPPORT = Path(__file__).resolve().parent
+ROOT = SUPPORT.parents[1]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (extra `triton`, Linux)"
+)
+
+
+def results_of(script: str, *, interpret: bool) -> dict[str, Any]:
+    """The JSON object that the script prints; compiled kernels are cached in the checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment = {
+        **kept,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(SUPPORT)]),
+        "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton"),
+        "OMP_NUM_THREADS": "1",
+        **({"TRITON_INTERPRET": "1"} if interpret else {}),
+    }
+    command = [sys.executable, str(SUPPORT / script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
