@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from copyhold.kvcore.commands import Admit, Dispatch, Evict, Genesis, GroupSpec, Release, Scope
 from copyhold.models.shard_set import ShardSet
@@ -54,7 +53,7 @@ class RankSet:
             shape.max_model_len,
             INCARNATION,
         )
-        self.pools = shards.new_pools(shape.num_blocks, shape.block_size)
+        self._pools = shards.new_pools(shape.num_blocks, shape.block_size)
         signers = [RankSigner(bytes([rank + 1]) * 32) for rank in range(shards.tp_size)]
         self.ranks = [
             Rank(number, INCARNATION, shard, shard.pool, signers[number])
@@ -64,8 +63,11 @@ class RankSet:
 
     def execute(self, plan: StepPlan) -> list[StepEvidence]:
         """One plan on every rank. Raises: what a rank raises; the set is of no further use then."""
-        with torch.no_grad():
-            return list(self._executor.execute(plan))
+        return list(self._executor.execute(plan))
+
+    def largest_value(self) -> float:
+        """The largest magnitude that any rank's pool holds, K or V."""
+        return max(float(np.abs(part).max()) for pool in self._pools for part in (pool.k, pool.v))
 
     def close(self) -> None:
         self._executor.close()
@@ -174,6 +176,10 @@ class InProcessReplica:
                 rows += report.audit.rows_compared
                 worst = max(worst, report.audit.max_abs_difference)
         return rows, worst
+
+    def largest_value(self) -> float:
+        """The largest magnitude that any rank's pool holds, K or V."""
+        return self._set.largest_value()
 
     def close(self) -> None:
         self._set.close()

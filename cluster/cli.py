@@ -27,6 +27,7 @@ from .config import Config, Settings, load_config
 from .errors import ClusterError, StopFailed, TenantRequestFailed, UsageError, stable_name
 from .ledger_cli import ledger
 from .server_record import find_server
+from .verify_cli import verify
 
 if TYPE_CHECKING:
     from .admin_client import AdminClient
@@ -46,6 +47,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(ledger, name="ledger")
 app.add_typer(configuration, name="config")
 app.command("lab")(lab)
+app.command("verify")(verify)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,0 +1,222 @@
+"""``copyhold verify`` on a small checkpoint: all holds, every kind of reuse happened, and planted faults are found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_checkpoint import make_tiny_checkpoint
+
+from copyhold.actors import rank as rank_module
+from copyhold.actors import scrubbing
+from copyhold.cluster import cli, verify_plan
+from copyhold.cluster.demo_checks import Check
+from copyhold.cluster.verify_measure import Compared, RunFound, judge
+from copyhold.cluster.verify_plan import VerifyCase, verify_cases
+from copyhold.models.cold_run import ColdResult
+from copyhold.models.config import ModelConfig
+from copyhold.models.manifest import read_manifest
+
+KINDS = {
+    "one-shot",
+    "chunked",
+    "prefix hit",
+    "warm",
+    "after eviction",
+    "preempted",
+    "forked and cut back",
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three KV heads, so that two ranks hold two and one."""
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("verify"), num_heads=6, num_kv_heads=3)
+
+
+def run(source: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    arguments = ["verify", "--json", "--model", str(source), "--cache-dir", str(source.parent / "cache")]
+    code = cli.run([*arguments, *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_reuse_changes_nothing_and_really_happened(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = run(source, capsys)
+    checks = document["checks"]
+    assert code == 0 and document["ok"], [check for check in checks if not check["ok"]]
+    by_case: dict[str, set[str]] = {}
+    for check in checks:
+        case, _, kind = check["name"].rpartition(": ")
+        by_case.setdefault(case, set()).add(kind)
+    del by_case[""]
+    assert all(kinds == KINDS for kinds in by_case.values())
+    assert {case[:4] for case in by_case} == {"tp 1", "tp 2", "tp 3"}
+    totals = document["totals"]
+    for name in (
+        "cached_tokens",
+        "shared_reads",
+        "partial_chunks",
+        "evicted",
+        "preempted",
+        "forks",
+        "copies",
+    ):
+        assert totals[name] >= len(by_case), name
+    assert 0 <= document["max_logit_deviation"]["float32"] <= document["bounds"]["float32"]
+    bits = [check for check in checks if "deterministic" in check["name"]]
+    assert bits and all(check["value"]["max_logit_deviation"] == 0 for check in bits)
+
+
+def test_a_quick_run_has_the_smallest_and_the_widest_cut(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, document = run(source, capsys, "--quick")
+    assert code == 0
+    assert {check["name"].split(":")[0] for check in document["checks"]} == {
+        "tp 1, block 16, float32",
+        "tp 3, block 16, float32",
+        "block 8",
+    }
+
+
+def test_a_checkpoint_that_is_not_there_is_a_wrong_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, document = run(tmp_path / "nothing", capsys)
+    assert code == 2 and not document["ok"]
+
+
+@pytest.fixture
+def only_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, one geometry: what a fault needs to be seen."""
+    from copyhold.cluster import verify
+
+    monkeypatch.setattr(verify, "verify_cases", lambda config, quick: [VerifyCase(1, 16, "float32")])
+
+
+def failing(document: dict[str, Any]) -> set[str]:
+    return {check["name"].rpartition(": ")[2] for check in document["checks"] if not check["ok"]}
+
+
+def test_one_stale_row_in_a_cached_block_is_found(
+    source: Path, only_one_case: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Row 3 of a cached block holds what another token left there, in one layer, when a hit reads it."""
+    honest = rank_module.step_batch
+
+    def stale(ledger, dispatch, sample, block_size):
+        batch = honest(ledger, dispatch, sample, block_size)
+        for span in dispatch.rows:
+            if span.start >= 64 and span.count > 1:
+                tile = int(ledger.tables[span.request.slot, 1])
+                pool = victim[0]
+                pool.v[1, tile, :, 3] = pool.v[1, tile, :, 4]
+        return batch
+
+    victim: list[Any] = []
+    made = rank_module.Rank.__init__
+
+    def noted(self, rank, incarnation, shard, pool, signer):
+        victim[:] = [pool]
+        made(self, rank, incarnation, shard, pool, signer)
+
+    monkeypatch.setattr(rank_module.Rank, "__init__", noted)
+    monkeypatch.setattr(rank_module, "step_batch", stale)
+    code, document = run(source, capsys)
+    assert code == 1 and {"prefix hit", "warm"} <= failing(document)
+    assert "one-shot" not in failing(document)
+
+
+def test_a_wrong_table_is_found(
+    source: Path, only_one_case: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table names one block twice and another not at all. (Swapping two whole blocks is the same sum.)"""
+    honest = rank_module.step_batch
+
+    def doubled(ledger, dispatch, sample, block_size):
+        batch = honest(ledger, dispatch, sample, block_size)
+        if batch.num_seqs > 1 and batch.context_lens[1] > 2 * block_size:
+            batch.block_tables[1, 1] = batch.block_tables[1, 0]
+        return batch
+
+    monkeypatch.setattr(rank_module, "step_batch", doubled)
+    code, document = run(source, capsys)
+    assert code == 1 and {"one-shot", "warm", "forked and cut back"} <= failing(document)
+
+
+def test_a_lost_copy_is_found(
+    source: Path, only_one_case: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scrubbing, "copy_rows", lambda pool, copy: None)
+    code, document = run(source, capsys)
+    assert code == 1 and failing(document) == {"forked and cut back"}
+
+
+def test_a_rank_that_stops_is_a_finding_and_the_others_go_on(
+    source: Path, only_one_case: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(pool, copy):
+        raise AssertionError("no copy today")
+
+    monkeypatch.setattr(scrubbing, "copy_rows", refuse)
+    code, document = run(source, capsys)
+    assert code == 1 and failing(document) == {"forked and cut back"}
+    (check,) = [check for check in document["checks"] if not check["ok"]]
+    assert check["detail"] == "AssertionError: no copy today"
+
+
+def found(logits: np.ndarray, tokens: tuple[int, ...] = (1,), **facts: Any) -> RunFound:
+    cold = ColdResult((1,), (np.array([0.0, 4.0], np.float32),))
+    stream = Compared(tokens, (logits,), cold)
+    return RunFound("kind", (stream,), facts.pop("counts", {"copies": 1}), ("copies",), **facts)
+
+
+CASE = VerifyCase(1, 16, "float32")
+
+
+@pytest.mark.parametrize(
+    ("case", "run_found", "named"),
+    [
+        (CASE, found(np.array([0.0, 4.0], np.float32), (0,)), "other tokens"),
+        (CASE, found(np.array([0.0, 4.01], np.float32)), "logits differ"),
+        (CASE, found(np.array([0.0, np.nan], np.float32)), "logits differ"),
+        (CASE, found(np.array([0.0, 4.0], np.float32), counts={}), "did not happen: copies"),
+        (
+            CASE,
+            found(np.array([0.0, 4.0], np.float32), rows_compared=1, row_difference=1.0, largest_row=2.0),
+            "stored rows differ",
+        ),
+        (VerifyCase(1, 16, "float32", True), found(np.array([1e-8, 4.0], np.float32)), "other bits"),
+    ],
+)
+def test_every_kind_of_difference_is_named(case: VerifyCase, run_found: RunFound, named: str) -> None:
+    check = judge(case, run_found)
+    assert not check.ok and named in check.detail
+
+
+def test_equal_logits_hold() -> None:
+    assert judge(CASE, found(np.array([0.0, 4.0], np.float32))) == Check(
+        "tp 1, block 16, float32: kind",
+        True,
+        {
+            "equal_streams": 1,
+            "streams": 1,
+            "max_logit_deviation": 0.0,
+            "rows_compared": 0,
+            "max_row_deviation": 0.0,
+            "counts": {"copies": 1},
+        },
+        "logits within 1e-04",
+    )
+
+
+def test_a_model_with_one_kv_head_is_verified_on_one_rank(tmp_path: Path) -> None:
+    made = make_tiny_checkpoint(tmp_path, num_kv_heads=1)
+    from copyhold.models.convert import convert
+
+    config: ModelConfig = read_manifest(convert(made, tmp_path / "cache", 1).path).config
+    assert {case.tp for case in verify_cases(config, quick=False)} == {1}
+    assert set(verify_plan.BOUNDS) == set(verify_plan.ROW_BOUND_SHARES)
