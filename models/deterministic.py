@@ -18,8 +18,8 @@ from .collective import Collective
 from .errors import DeterminismUnavailable
 from .linear import Linear
 
-LAYER_ROWS = (*range(1, 65), *range(80, 257, 16))
-"""Counts tried for a layer's products: every small one, then steps of 16, so that little is padded."""
+LAYER_ROWS = (*range(1, 65), *range(72, 257, 8))
+"""Counts tried for a layer's products: every small one, then steps of 8, so that little is padded."""
 
 HEAD_ROWS = (*range(1, 17), 24, 32, 48, 64)
 """Counts tried for the vocabulary's product, which only sees the last row of each request."""

@@ -97,7 +97,7 @@ def test_stored_rows_have_the_bits_of_a_cold_recompute(deterministic: ShardSet) 
     for prompt in PROMPTS:
         replica.submit(prompt, "a", NEW_TOKENS)
     replica.run()
-    rows, worst = replica.audit("a", 40)
+    rows, worst = replica.audit("a")
     replica.close()
     assert rows > 100 and worst == 0.0
 

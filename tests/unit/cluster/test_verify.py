@@ -128,6 +128,7 @@ def test_one_stale_row_in_a_cached_block_is_found(
     code, document = run(source, capsys)
     assert code == 1 and {"prefix hit", "warm"} <= failing(document)
     assert "one-shot" not in failing(document)
+    assert any("stored rows differ" in check["detail"] for check in document["checks"])
 
 
 def test_a_wrong_table_is_found(
