@@ -11,11 +11,11 @@ import pytest
 from tiny_checkpoint import make_tiny_checkpoint
 
 from copyhold.actors import rank as rank_module
-from copyhold.actors import scrubbing
 from copyhold.cluster import cli, verify_plan
 from copyhold.cluster.demo_checks import Check
 from copyhold.cluster.verify_measure import Compared, RunFound, judge
 from copyhold.cluster.verify_plan import VerifyCase, verify_cases
+from copyhold.kernels.pool import KVPool
 from copyhold.models.cold_run import ColdResult
 from copyhold.models.config import ModelConfig
 from copyhold.models.manifest import read_manifest
@@ -151,7 +151,7 @@ def test_a_wrong_table_is_found(
 def test_a_lost_copy_is_found(
     source: Path, only_one_case: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(scrubbing, "copy_rows", lambda pool, copy: None)
+    monkeypatch.setattr(KVPool, "copy_rows", lambda pool, sources, targets, rows: None)
     code, document = run(source, capsys)
     assert code == 1 and failing(document) == {"forked and cut back"}
 
@@ -159,10 +159,10 @@ def test_a_lost_copy_is_found(
 def test_a_rank_that_stops_is_a_finding_and_the_others_go_on(
     source: Path, only_one_case: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(pool, copy):
+    def refuse(pool, sources, targets, rows):
         raise AssertionError("no copy today")
 
-    monkeypatch.setattr(scrubbing, "copy_rows", refuse)
+    monkeypatch.setattr(KVPool, "copy_rows", refuse)
     code, document = run(source, capsys)
     assert code == 1 and failing(document) == {"forked and cut back"}
     (check,) = [check for check in document["checks"] if not check["ok"]]
