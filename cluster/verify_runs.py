@@ -89,7 +89,7 @@ class ScheduledRuns:
         cold = {prompt: cold_run(self._shards, prompt, self._prompts.new_tokens) for prompt in pair}
         replica = self._replica(sum(-(-len(prompt) // size) for prompt in pair))
         streams = self._apart(replica, pair)
-        return self._found("preempted", replica, streams, ("preempted",), ["alone-0"], cold)
+        return self._found("preempted", replica, streams, ("preempted",), ["alone-0", "alone-1"], cold)
 
     def _replica(self, num_blocks: int, chunk_tokens: int = 512, step_tokens: int = 512) -> InProcessReplica:
         shape = ReplicaShape(
