@@ -19,7 +19,8 @@ from copyhold.models.convert import convert
 from copyhold.models.layout import Dtype
 from copyhold.models.shard_set import ObservedShard, ShardSet
 
-_CONTEXT, _TURNS, _BLOCK = 128, 15, 16
+_CONTEXT, _BLOCK = 128, 16
+_DECODE_TURNS, _PREFILL_TURNS = 40, 10
 
 
 def step(sequences: int, rows: int, start: int) -> StepBatch:
@@ -38,10 +39,10 @@ def step(sequences: int, rows: int, start: int) -> StepBatch:
     )
 
 
-def least_s(shards: list[ObservedShard], batch: StepBatch) -> list[float]:
+def least_s(shards: list[ObservedShard], batch: StepBatch, turns: int) -> list[float]:
     """Least time of one forward pass on each shard, taking turns."""
     times: list[list[float]] = [[] for _ in shards]
-    for turn in range(_TURNS + 1):
+    for turn in range(turns + 1):
         for shard, taken in zip(shards, times, strict=True):
             started_s = time.perf_counter()
             shard.forward(batch)
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
         for sequences in (1, 8):
             for made in (plain, fixed):
                 made.new_pools(sequences * (_CONTEXT // _BLOCK + 1), _BLOCK)
-            off, on = least_s(shards, step(sequences, 1, _CONTEXT))
+            off, on = least_s(shards, step(sequences, 1, _CONTEXT), _DECODE_TURNS)
             sys.stdout.write(
                 f"{dtype} decode {sequences}: off {sequences / off:.1f} tok/s, on {sequences / on:.1f} tok/s, "
                 f"{on / off:.2f} of the time\n"
@@ -78,7 +79,7 @@ def main(arguments: list[str]) -> int:
         for rows in (65, 256):
             for made in (plain, fixed):
                 made.new_pools(-(-rows // _BLOCK), _BLOCK)
-            off, on = least_s(shards, step(1, rows, 0))
+            off, on = least_s(shards, step(1, rows, 0), _PREFILL_TURNS)
             sys.stdout.write(
                 f"{dtype} prefill {rows}: off {off * 1e3:.0f} ms, on {on * 1e3:.0f} ms, {on / off:.2f} of the time\n"
             )
