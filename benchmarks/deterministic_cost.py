@@ -1,7 +1,7 @@
 """What deterministic mode costs: decode of 1 and 8 requests, and prefill, with and without it, taking turns in one process.
 
 ``python benchmarks/deterministic_cost.py [MODEL]``: one thread, one rank, the installed SmolLM2 where no model is named.
-The least of many turns, because a busy machine only ever adds to a time.
+Processor time of the one thread, the least of many turns, because a busy machine only ever adds to it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def least_s(shards: list[ObservedShard], batch: StepBatch, turns: int) -> list[f
     times: list[list[float]] = [[] for _ in shards]
     for turn in range(turns + 1):
         for shard, taken in zip(shards, times, strict=True):
-            started_s = time.perf_counter()
+            started_s = time.thread_time()
             shard.forward(batch)
             if turn:
-                taken.append(time.perf_counter() - started_s)
+                taken.append(time.thread_time() - started_s)
     return [min(taken) for taken in times]
 
 
 def timed(load: Callable[[], ShardSet]) -> tuple[ShardSet, float]:
-    started_s = time.perf_counter()
-    return load(), time.perf_counter() - started_s
+    started_s = time.thread_time()
+    return load(), time.thread_time() - started_s
 
 
 def main(arguments: list[str]) -> int:
