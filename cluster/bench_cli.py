@@ -74,3 +74,31 @@ def bench_ledger(
         plot.write_text(growth_plot(report), "utf-8")
     Output(json).emit(report.document(), report.text())
     return 0 if report.ok else 1
+
+
+@bench.command("prefix")
+def bench_prefix(
+    runs: Annotated[
+        int, typer.Option("--runs", min=3, max=10_000, help="Samples of each small figure.")
+    ] = 200,
+    plays: Annotated[int, typer.Option("--plays", min=1, max=100, help="Times the churn is played.")] = 5,
+    requests: Annotated[
+        int, typer.Option("--requests", min=100, max=1_000_000, help="Requests of the churn.")
+    ] = 10_000,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure vLLM and SGLang too.")] = True,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", dir_okay=False, help="Growth as an SVG file.")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """The prefix index: match, publish, evict, and a churn of many tenants, beside vLLM and SGLang; one thread."""
+    from .bench_prefix import growth_plot, run_prefix_bench
+
+    if plot is not None and not plot.parent.is_dir():
+        raise UsageError(f"--plot {plot}: there is no folder {plot.parent}")
+    with progress_on_stderr() as say:
+        report = run_prefix_bench(runs, plays, requests, peers, say)
+    if plot is not None:
+        plot.write_text(growth_plot(report), "utf-8")
+    Output(json).emit(report.document(), report.text())
+    return 0 if report.ok else 1
