@@ -101,14 +101,18 @@ class Lifetimes:
         self._until_s = np.full(num_blocks, np.inf)
         self._due: list[tuple[float, int, NodeHandle]] = []
         self._serial = 0
+        self._any_end = False
 
     def start(self, blocks: np.ndarray, until_s: float) -> None:
         """Blocks that were just published live until then; ``inf``: until evicted."""
-        self._until_s[blocks] = until_s
+        self._any_end = self._any_end or until_s < np.inf
+        if self._any_end:
+            self._until_s[blocks] = until_s
 
     def extend(self, blocks: np.ndarray, until_s: float) -> None:
         """Another request uses the blocks: they live as long as the longest asked."""
-        self._until_s[blocks] = np.maximum(self._until_s[blocks], until_s)
+        if self._any_end:
+            self._until_s[blocks] = np.maximum(self._until_s[blocks], until_s)
 
     def watch(self, node: NodeHandle, until_s: float) -> None:
         """Look at an edge when its time is over."""

@@ -101,7 +101,9 @@ class Shares:
     def is_open(self, namespace: str) -> bool:
         """Whether only the pool bounds what the namespace holds and what others may take from it."""
         share = self._shares.get(namespace)
-        return not self.strict and (share is None or share == Share(0, self.total_blocks))
+        if share is None:
+            return not self.strict
+        return share.floor_blocks == 0 and share.ceiling_blocks == self.total_blocks and not self.strict
 
     def held(self, namespace: str) -> int:
         """Blocks that the namespace's requests and index hold, each counted once."""

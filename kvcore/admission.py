@@ -68,6 +68,21 @@ def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool) -> L
     return Lookup(match, tuple(nodes), pages - start.item(nodes[-1]) if nodes else 0)
 
 
+def read_and_look_up(state: LedgerState, command: Admit) -> tuple[Array, Lookup]:
+    """Token ids of a prompt and its match. Raises the refusals of a prompt and of a revoked scope.
+
+    The last one is remembered until the next command is planned, because a scheduler probes what it then admits.
+    """
+    scope, asked = command.scope, (command.tokens, command.scope, command.lookup)
+    if state.looked_up is not None and state.looked_up[0] == asked:
+        return state.looked_up[1]
+    tokens = state.read_prompt(command.transaction, command.tokens)
+    state.scopes.require_current(scope)
+    found = tokens, look_up(state, state.scopes.find(scope), tokens, command.lookup)
+    state.looked_up = asked, found
+    return found
+
+
 def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
     """Raises a refusal of errors.py; nothing changes."""
     scope = command.scope
@@ -75,11 +90,9 @@ def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
         raise MalformedCommand("namespace", "empty")
     require_counter("generation", scope.generation)
     require_counter("transaction", command.transaction)
-    tokens = state.read_prompt(command.transaction, command.tokens)
-    state.scopes.require_current(scope)
+    tokens, found = read_and_look_up(state, command)
     if command.transaction <= state.last_transaction:
         raise DuplicateTransactionId(command.transaction, state.last_transaction)
-    found = look_up(state, state.scopes.find(scope), tokens, command.lookup)
     evictions = plan_evictions(state, command.evict, found.nodes)
     needed = plan_blocks(state, len(tokens), found.match.runtime, evictions)
     if state.requests.free.count == 0:
@@ -109,25 +122,25 @@ def commit_admit(state: LedgerState, plan: AdmitPlan) -> dict[str, Any]:
     scope_id = state.scopes.intern(plan.command.scope)
     slot = requests.free.take_one()
     runtime = plan.found.match.runtime
-    fields = {
-        loops.ACTIVE: 1,
-        loops.SCOPE: scope_id,
-        loops.NUM_TOKENS: len(plan.tokens),
-        loops.TOKEN_PRINT: loops.copy_tokens(plan.tokens, requests.tokens[slot], state.weights),
-        loops.VALID: runtime,
-        loops.SLOT_GENERATION: int(requests.generation.array[slot]) + 1,
-        loops.TERMINAL: nodes[-1] if nodes else 0,
-        loops.SHARED: runtime // state.alignment,
-        loops.TRANSACTION: plan.command.transaction + 1,
-    }
+    values = [
+        1,
+        scope_id,
+        len(plan.tokens),
+        loops.copy_tokens(plan.tokens, requests.tokens[slot], state.weights),
+        runtime,
+        requests.generation.array.item(slot) + 1,
+        nodes[-1] if nodes else 0,
+        runtime // state.alignment,
+        plan.command.transaction + 1,
+    ]
     admitted: list[AdmittedBlocks] = []
     for group, pool in enumerate(state.pools):
         shared = tree.path_blocks(nodes, group)
         first = slot * requests.widths[group]
         taken = pool.admit(requests.cells[group], first, shared, plan.needed_blocks[group], scope_id)
-        fields[loops.GROUP_FIELDS + 2 * group] = len(shared) + len(taken.fresh)
+        values.append(len(shared) + len(taken.fresh))
         admitted.append(taken)
-    requests.put(slot, fields)
+    requests.open(slot, values)
     state.transaction_counter.put(0, plan.command.transaction + 1)
     first_scrub, other_scrub = scrub_ids(tuple([blocks.scrub for blocks in admitted]))
     return {

@@ -141,6 +141,7 @@ class Ledger(LedgerReads):
             raise LedgerBroken(self._log_index, self._broken)
         rule = _RULES[type(command)]
         plan = rule.plan(state, command)
+        state.looked_up = None
         try:
             fields = rule.commit(state, plan)
         except BaseException as error:

@@ -67,6 +67,7 @@ class Arena:
         memory, free, numbers, tokens, edges, branches, roots, flights, names = snapshot
         state, ledger = self.state, self.ledger
         tree, scopes = state.tree, state.scopes
+        state.looked_up = None
         self._memory[:] = np.frombuffer(memory, dtype=np.uint8)
         for pool, count in zip(state.pools, free, strict=True):
             pool.free.count = count

@@ -38,7 +38,7 @@ def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
     terminal = int(requests.terminal.array[slot])
     full = int(requests.valid_rows.array[slot]) // page
     tokens = requests.tokens[slot, : full * page]
-    found = tree.match(scope_id, tokens, terminal)
+    found = tree.match(scope_id, tokens, terminal, pages_only=True)
     duplicates = 0
     if found.nodes:
         duplicates = len(_foreign(state, slot, found.nodes, tree.end_page(terminal), found.pages, 0))

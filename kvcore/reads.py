@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from .admission import look_up
-from .commands import BlockHandle, NodeHandle, RequestHandle, Scope
+from .admission import read_and_look_up
+from .commands import Admit, BlockHandle, NodeHandle, RequestHandle, Scope
 from .digest import Array
 from .errors import LogWithoutGenesis, StaleTreeVersion
 from .pool import PoolGauge
@@ -93,9 +93,7 @@ class LedgerReads:
     def probe(self, scope: Scope, tokens: bytes, lookup: bool = True) -> Probe:
         """What an Admit would share now. Raises the refusals of a prompt and of a revoked scope."""
         state = self.state
-        prompt = state.read_prompt(-1, tokens)
-        state.scopes.require_current(scope)
-        found = look_up(state, state.scopes.find(scope), prompt, lookup)
+        _, found = read_and_look_up(state, Admit(-1, scope, tokens, lookup))
         blocks = state.tree.path_blocks(list(found.nodes))[: found.match.runtime // state.block_size]
         return Probe(found.match, node_handles(state.tree, list(found.nodes)), _read_only(blocks))
 

@@ -91,6 +91,8 @@ class RequestTable:
         self.marks: Array = np.zeros(max_requests, dtype=np.int64)
         self._lanes = self._lanes_of_fields(fields)
         self._cleared: Array = np.array([*_CLEARED, *range(at, at + 2 * len(groups), 2)], dtype=np.int64)
+        first = [*range(loops.ACTIVE, loops.TRANSACTION + 1), *range(at, at + 2 * len(groups), 2)]
+        self._opened: Array = np.array(first, dtype=np.int64)
         self._zeros: Array = np.zeros(len(self._cleared), dtype=np.int64)
 
     def adopt_tables(self) -> None:
@@ -132,6 +134,10 @@ class RequestTable:
         loops.put_record(
             self.records.cells, slot, fields, values, self._lanes, self.records.space, self._sums.all
         )
+
+    def open(self, slot: int, values: list[int]) -> None:
+        """Fills the record of a slot that was given out: fields ACTIVE to TRANSACTION, then each group's blocks."""
+        self.put_fields(slot, self._opened, np.array(values, dtype=np.int64))
 
     def set_tokens(self, slot: int, count: int, token_print: int) -> None:
         """Cuts or extends the known tokens; the print is theirs."""

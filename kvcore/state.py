@@ -1,13 +1,14 @@
 """The whole state of one ledger: pools, tree, request slots, scopes and counters, with their two digests.
 
 Invariant: everything that decides a later receipt is in a column, so that equal machine digests mean equal
-behaviour; only the log index and pure caches (`flights`, the tally of each pool) are outside.
+behaviour; only the log index and pure caches (`flights`, the last lookup, the tally of each pool) are outside.
 Source: LEDGER "apply = plan, then commit", "Determinism".
 """
 
 from __future__ import annotations
 
 from math import lcm
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,7 @@ class LedgerState:
         self.world.put(0, bytes_fingerprint(genesis.world + genesis.incarnation.encode()))
         self.flights: dict[int, Array] = {}
         self.serial = 0
+        self.looked_up: tuple[Any, Any] | None = None
 
     def parts(self) -> list[Digested]:
         """Every array that has a share in a digest."""

@@ -110,20 +110,25 @@ class PrefixTree:
 
     # Reading.
 
-    def match(self, scope: int, tokens: Array, node: int = 0) -> TreeMatch:
-        """Walks down from `node` (0: the scope's root) as far as `tokens` agree; `tokens` start at the root."""
+    def match(self, scope: int, tokens: Array, node: int = 0, *, pages_only: bool = False) -> TreeMatch:
+        """Walks down from `node` (0: the scope's root) as far as `tokens` agree; `tokens` start at the root.
+
+        With `pages_only` the length within a page that no edge begins with is left out.
+        """
         branch = self._branches[node] if node else self.roots.get(scope)
         page, start = self._page, self.end_page(node)
         found = TreeMatch([], 0, start, start * page, False, branch is None)
         total, nodes = len(tokens), found.nodes
         if branch is None or start * page >= total:
             return found
-        content = tokens.tobytes()
         at = start * page
+        content = bytes(4 * at) + tokens[at:].tobytes() if at else tokens.tobytes()
         while branch is not None and at < total:
             key = content[4 * at : 4 * (at + page)]
             child = branch.by_page.get(key)
             if child is None:
+                if pages_only:
+                    break
                 at += branch.common_bytes(key) // 4
                 found.diverged = bool(branch.ordered) and at < total
                 break
