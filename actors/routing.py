@@ -1,7 +1,8 @@
 """The routing index: which replica probably holds which prefix, from publication receipts.
 
 Owns keyed chain digests by replica incarnation. Digests are keyed per namespace generation (SECURITY.md), so an entry
-can only be asked for by who was granted the key; a hit here is a hint that the replica proves again by token ids.
+can only be asked for by who was granted the key; a hit here is a hint that the replica proves again by token ids, and what it
+does not prove is counted: evicted meanwhile, or two prefixes under one digest.
 Every entry belongs to one incarnation and dies with it; a revoked generation's entries are dropped by name.
 """
 
@@ -45,6 +46,8 @@ class RoutingIndex:
         self._replicas: dict[str, ReplicaEntry] = {}
         self._digests: dict[_Key, dict[bytes, int]] = {}
         self.version = 0
+        self.collisions = 0
+        self.unproved_hits = 0
 
     def attach(self, replica: str, incarnation: str) -> None:
         """A replica began to serve; an older incarnation of the same name is dropped with its entries."""
@@ -76,12 +79,19 @@ class RoutingIndex:
     def publish(
         self, namespace: str, generation: int, incarnation: str, digests: Sequence[tuple[bytes, int]]
     ) -> None:
-        """Prefixes (chain digest, tokens) an incarnation now holds."""
+        """Prefixes (chain digest, tokens) an incarnation now holds; one digest for two lengths is counted as a collision."""
         if incarnation not in self._replicas:
             return
         held = self._digests.setdefault(_Key(namespace, generation, incarnation), {})
-        held.update(digests)
+        for digest, tokens in digests:
+            if held.setdefault(digest, tokens) != tokens:
+                self.collisions += 1
         self.version += 1
+
+    def settle(self, route: RouteReceipt, hit_tokens: int) -> None:
+        """What the replica's ledger proved of a routed request, token by token."""
+        if hit_tokens < route.expected_hit_tokens:
+            self.unproved_hits += 1
 
     def drop(self, namespace: str, below_generation: int) -> int:
         """Forget a namespace's entries below a generation; returns how many digests went."""
