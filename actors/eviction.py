@@ -292,6 +292,8 @@ class _Choice:
         self._blocks: list[np.ndarray] = []
         self._freed: dict[str, int] = {}
         self._tops: dict[str, Tops[NodeHandle]] = {}
+        self._tree = evictor._ledger.state.tree
+        self._namespace_of: dict[int, str] = {}
         self.freed_blocks = 0
 
     def victims(self) -> Victims:
@@ -305,11 +307,11 @@ class _Choice:
         heapify(heads)
         while heads and freed < needed:
             _, name, lowest = heads[0]
-            blocks = len(self._evictor._ledger.state.tree.blocks[lowest.node.node])
+            blocks = len(self._tree.blocks[lowest.node.node])
             if taken[name] + blocks > spare[name]:
                 heappop(heads)
                 continue
-            self._remove(lowest.node)
+            self._remove(lowest.node, self._evictor._queues[name])
             taken[name] += blocks
             freed += blocks
             head = self._head(name)
@@ -332,7 +334,7 @@ class _Choice:
                 lifetimes.watch_again(node, now_s, lifetimes.until_s(block))
                 return
             if node not in self._nodes:
-                self._remove(node)
+                self._remove(node, self._evictor._queue(view.scope.namespace))
             node = view.parent
 
     def close(self) -> None:
@@ -355,12 +357,14 @@ class _Choice:
             queue.take(lowest.node)
             self._set_aside.append((queue, lowest.node, lowest.unit))
 
-    def _remove(self, node: NodeHandle) -> None:
-        evictor, state = self._evictor, self._evictor._ledger.state
-        tree, number = state.tree, node.node
+    def _remove(self, node: NodeHandle, queue: Queue) -> None:
+        evictor, tree, number = self._evictor, self._tree, node.node
         blocks, parent = tree.blocks[number], tree.parent.array.item(number)
-        namespace = state.scopes.scope(tree.scope.array.item(number)).namespace
-        queue = evictor._queue(namespace)
+        scope_id = tree.scope.array.item(number)
+        namespace = self._namespace_of.get(scope_id)
+        if namespace is None:
+            namespace = evictor._ledger.state.scopes.scope(scope_id).namespace
+            self._namespace_of[scope_id] = namespace
         queue.take(node)
         evictor._chosen[node] = (queue, tree.first_blocks[0].item(number))
         self._nodes.append(node)

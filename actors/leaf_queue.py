@@ -93,26 +93,25 @@ class LeafQueue(Generic[N]):
 
     def _least(self, tops: Tops[N]) -> Lowest[N] | None:
         """One pass over the lanes; a correction may have put something where the pass had been."""
-        best: tuple[Worth, int, N, int] | None = None
+        best: _Top[N] | None = None
         live, empty = self._live, False
-        for number, lane in list(self._lanes.items()):
+        for number in tuple(self._lanes):
+            lane = self._lanes[number]
             for sign, heap in ((1.0, lane.low), (-1.0, lane.high)):
                 if not heap:
                     continue
-                top = tops.get((number, sign))
-                entry = heap[0]
+                top, entry = tops.get((number, sign)), heap[0]
                 if top is None or top.entry is not entry or live.get(entry[2]) != entry[1]:
                     top = self._settle(number, sign, heap)
                     if top is None:
                         continue
                     tops[number, sign] = top
-                serial = top.entry[1]
-                if best is None or (top.worth, serial) < best[:2]:
-                    best = (top.worth, serial, top.entry[2], top.unit)
+                if best is None or (top.worth, top.entry[1]) < (best.worth, best.entry[1]):
+                    best = top
             empty = empty or not lane.low
         if empty:
             self._lanes = {number: lane for number, lane in self._lanes.items() if lane.low}
-        return None if best is None else Lowest(best[0], best[2], best[3])
+        return None if best is None else Lowest(best.worth, best.entry[2], best.unit)
 
     def _settle(self, number: int, sign: float, heap: list[tuple[float, int, N]]) -> _Top[N] | None:
         """Drop or correct what is out of date on top of one heap."""
