@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .policies import Units, Worth
+from .policies import Units, Worth, ignore_freed
 
 _OPENING, _CONTINUED = 0, 1
 _USES = (2, 3, 4, 6, 10, 32)
@@ -91,8 +91,7 @@ class CostAware:
     def held(self, units: Units) -> None:
         return
 
-    def freed(self, unit: int) -> None:
-        return
+    freed = ignore_freed
 
     def lane(self, unit: int) -> int:
         return int(self._class[unit] * _BANDS + self._band[unit])

@@ -78,12 +78,13 @@ class Evictor:
         self._priority = np.zeros(num_blocks, dtype=np.int64)
         self._lifetimes = Lifetimes(num_blocks)
         self._hit = np.zeros(num_blocks, dtype=np.bool_)
-        self._common: Policy | None = None
-        self._policies: dict[str, Policy] = {}
+        self._common: Prioritized | None = None
+        self._policies: dict[str, Prioritized] = {}
         self._queues: dict[str, Queue] = {}
         self._gone: dict[int, int] = {}
         self._chosen: dict[NodeHandle, tuple[Queue, int]] = {}
         self._pinned: dict[str, int] = {}
+        self._any_pinned = False
         self._counts: dict[str, int] = dict.fromkeys(EvictionReport.__struct_fields__, 0)
 
     # -- what happened ------------------------------------------------------------------------------------------
@@ -131,7 +132,9 @@ class Evictor:
         priority = asked.priority
         if priority and self.pinned_blocks(namespace) + len(blocks) > self._limits.pin_blocks:
             priority = 0
-        self._priority[blocks] = priority
+        self._any_pinned = self._any_pinned or priority > 0
+        if self._any_pinned:
+            self._priority[blocks] = priority
         if priority:
             self._pinned[namespace] = self.pinned_blocks(namespace) + len(blocks)
         self._hit[blocks] = False
@@ -155,15 +158,17 @@ class Evictor:
             self._chosen.pop(node, None)
         for namespace, blocks in victims.freed_by_namespace.items():
             self._shares.give_back(namespace, blocks)
-        gone = np.concatenate(victims.blocks)
+        gone = victims.blocks[0] if len(victims.blocks) == 1 else np.concatenate(victims.blocks)
         self._counts["evicted_blocks"] += len(gone)
         self._counts["evicted_unused_blocks"] += len(gone) - int(np.count_nonzero(self._hit[gone]))
-        pinned = bool(self._priority[gone].any())
+        pinned = self._any_pinned and bool(self._priority[gone].any())
         for namespace, blocks in zip(victims.namespaces, victims.blocks, strict=True):
             if pinned:
                 fewer = int(np.count_nonzero(self._priority[blocks]))
                 self._pinned[namespace] = self.pinned_blocks(namespace) - fewer
             policy = self.policy_of(namespace)
+            if policy.ignores_freed:
+                continue
             for block in blocks.tolist():
                 policy.freed(block)
 
@@ -193,12 +198,7 @@ class Evictor:
                     raise NoRoom(over, choice.freed_blocks, namespace)
             missing = sum(needs.values()) - free - choice.freed_blocks
             if missing > 0:
-                spare = {
-                    name: self._shares.above_floor(name) if name else self._num_blocks
-                    for name in self._queues
-                }
-                spare.update({name: self._num_blocks for name in needs if name in spare})
-                freed = choice.take(spare, missing)
+                freed = choice.take(self._spare(needs), missing)
                 if freed < missing:
                     raise NoRoom(missing, freed)
             return choice.victims()
@@ -241,7 +241,7 @@ class Evictor:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def policy_of(self, namespace: str) -> Policy:
+    def policy_of(self, namespace: str) -> Prioritized:
         """The policy that judges a namespace's edges."""
         if not self._shares.strict:
             if self._common is None:
@@ -259,6 +259,14 @@ class Evictor:
         if queue is None:
             queue = self._queues[name] = LeafQueue(self.policy_of(namespace), self._exposed)
         return queue
+
+    def _spare(self, needs: Mapping[str, int]) -> Mapping[str, int]:
+        """Blocks that each queue may give."""
+        most = self._num_blocks
+        return {
+            name: most if not name or name in needs else self._shares.above_floor(name)
+            for name in self._queues
+        }
 
     def _forget_choice(self) -> None:
         """Queue again what the last choice took, if the ledger did not carry it out."""
@@ -302,6 +310,8 @@ class _Choice:
     def take(self, spare: Mapping[str, int], needed: int) -> int:
         """Take least worth edges from the queues, at most ``spare`` blocks of each; the blocks that frees."""
         freed = 0
+        if len(spare) == 1 and _OPEN in spare:
+            return self._take_open(needed)
         taken = {name: self._freed.get(name, 0) for name in spare}
         heads = [head for name in spare if (head := self._head(name)) is not None]
         heapify(heads)
@@ -319,6 +329,18 @@ class _Choice:
                 heappop(heads)
             else:
                 heapreplace(heads, head)
+        return freed
+
+    def _take_open(self, needed: int) -> int:
+        """`take` where one queue holds every candidate and all of it may go."""
+        freed, queue, blocks = 0, self._evictor._queues[_OPEN], self._tree.blocks
+        while freed < needed:
+            head = self._head(_OPEN)
+            if head is None:
+                break
+            node = head[2].node
+            freed += len(blocks[node.node])
+            self._remove(node, queue)
         return freed
 
     def take_expired(self, node: NodeHandle, now_s: float) -> None:

@@ -64,6 +64,11 @@ class Policy(Protocol):
         ...
 
 
+def ignore_freed(policy: Policy, unit: int) -> None:
+    """``freed`` of a policy that keeps nothing of what was evicted: it need not be called."""
+    return
+
+
 class _Recency:
     """One lane in order of the last use, in ticks; the base of the simple members."""
 
@@ -82,8 +87,7 @@ class _Recency:
     def held(self, units: Units) -> None:
         self._mark(units)
 
-    def freed(self, unit: int) -> None:
-        return
+    freed = ignore_freed
 
     def lane(self, unit: int) -> int:
         return 0

@@ -15,7 +15,7 @@ import numpy as np
 from copyhold.kvcore.commands import NodeHandle
 
 from .errors import InvalidRequest
-from .policies import Policy, Units, Worth
+from .policies import Policy, Units, Worth, ignore_freed
 
 _LANES_PER_PRIORITY = 1 << 40
 _AGAIN_S = 1.0
@@ -67,6 +67,7 @@ class Prioritized:
         self._policy = policy
         self._priority = priority
         self.both_ends = policy.both_ends
+        self.ignores_freed = type(policy).freed is ignore_freed
 
     def published(self, units: Units, first_page: int, prints: Units) -> None:
         self._policy.published(units, first_page, prints)
@@ -81,12 +82,15 @@ class Prioritized:
         self._policy.freed(unit)
 
     def lane(self, unit: int) -> int:
-        return int(self._priority[unit]) * _LANES_PER_PRIORITY + self._policy.lane(unit)
+        priority, lane = self._priority.item(unit), self._policy.lane(unit)
+        return priority * _LANES_PER_PRIORITY + lane if priority else lane
 
     def key(self, unit: int) -> float:
         return self._policy.key(unit)
 
     def worth(self, lane: int, key: float) -> Worth:
+        if lane < _LANES_PER_PRIORITY:
+            return (0.0, *self._policy.worth(lane, key))
         priority, inner = divmod(lane, _LANES_PER_PRIORITY)
         return (float(priority), *self._policy.worth(inner, key))
 

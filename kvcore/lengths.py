@@ -33,9 +33,8 @@ def prefix_lengths(
     if not 0 <= indexed <= semantic <= prompt:
         raise ValueError(f"lengths out of order: indexed={indexed} semantic={semantic} prompt={prompt}")
     cap = prompt - 1 if requires_logits else prompt
-    by_semantic, by_index, by_cap, by_prompt = (
-        length - length % alignment for length in (semantic, indexed, cap, prompt)
-    )
+    by_semantic, by_index = semantic - semantic % alignment, indexed - indexed % alignment
+    by_cap, by_prompt = cap - cap % alignment, prompt - prompt % alignment
     runtime = min(by_semantic, by_index, by_cap)
     limit, reason = "alignment", "page_alignment"
     if by_index == runtime < min(by_semantic, by_cap):

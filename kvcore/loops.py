@@ -818,3 +818,39 @@ def retire_nodes(records, nodes, generation, num_children, end_sum, cells, count
         num_children[node] = 0
         end_sum[node] = 0
         _set_cell(cells, last - i, node + 1, cells_space, sums, 2)
+
+
+@_jit
+def open_node(records, parent, start, pages, scope, cells, top, spaces, sums):
+    """Takes the id in cell `top` of the free stack and fills its record, whose fields are zero but for the generation.
+
+    `spaces` uint64 [2]: those of the records and of the stack.
+    """
+    node = np.int64(cells[top]) - 1
+    _set_cell(cells, top, 0, spaces[1], sums, 2)
+    records[node, 0] = parent
+    records[node, 1] = start
+    records[node, 2] = pages
+    records[node, 3] = scope
+    change_a = _word(parent) * _SALT_A[0] + _word(start) * _SALT_A[1]
+    change_b = _word(parent) * _SALT_B[0] + _word(start) * _SALT_B[1]
+    change_a += _word(pages) * _SALT_A[2] + _word(scope) * _SALT_A[3]
+    change_b += _word(pages) * _SALT_B[2] + _word(scope) * _SALT_B[3]
+    weight = _weight(spaces[0], node)
+    sums[2] += change_a * weight
+    sums[3] += change_b * _other(weight)
+    return node
+
+
+@_jit
+def close_record(records, index, fields, lanes, cells, count, space, cells_space, sums):
+    """Zeroes fields of one record and gives its id back, to be taken next."""
+    weight = _weight(space, index)
+    other = _other(weight)
+    for i in range(len(fields)):
+        field = fields[i]
+        old = _word(records[index, field])
+        records[index, field] = 0
+        sums[lanes[field]] -= old * _SALT_A[field] * weight
+        sums[lanes[field] + 1] -= old * _SALT_B[field] * other
+    _set_cell(cells, count, index + 1, cells_space, sums, 2)

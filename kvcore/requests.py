@@ -93,7 +93,6 @@ class RequestTable:
         self._cleared: Array = np.array([*_CLEARED, *range(at, at + 2 * len(groups), 2)], dtype=np.int64)
         first = [*range(loops.ACTIVE, loops.TRANSACTION + 1), *range(at, at + 2 * len(groups), 2)]
         self._opened: Array = np.array(first, dtype=np.int64)
-        self._zeros: Array = np.zeros(len(self._cleared), dtype=np.int64)
 
     def adopt_tables(self) -> None:
         """Views tables [max_requests, width] into the cells as they lie now."""
@@ -146,8 +145,19 @@ class RequestTable:
     def clear(self, slot: int) -> None:
         """Empties the slot, whose tables are empty, and gives it back; its generation stays for the fence."""
         self.tokens[slot, : self.num_tokens.array.item(slot)] = 0
-        self.put_fields(slot, self._cleared, self._zeros)
-        self.free.push_one(slot)
+        records, ids = self.records, self.free
+        loops.close_record(
+            records.cells,
+            slot,
+            self._cleared,
+            self._lanes,
+            ids.column.array,
+            ids.count,
+            records.space,
+            ids.column.space,
+            self._sums.all,
+        )
+        ids.count += 1
 
     def _lanes_of_fields(self, fields: int) -> Array:
         """First lane of each field's digest, int64 [fields]."""

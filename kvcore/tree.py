@@ -46,15 +46,12 @@ class Branch:
 
     def common_bytes(self, query: bytes) -> int:
         """Longest common prefix of `query` with any key: one of its two neighbours in order has it."""
-        at = bisect_left(self.ordered, query)
-        near = self.ordered[max(at - 1, 0) : at + 1]
-        return max((_common_prefix(query, key) for key in near), default=0)
-
-
-def _common_prefix(left: bytes, right: bytes) -> int:
-    both = min(len(left), len(right))
-    apart = int.from_bytes(left[:both], "little") ^ int.from_bytes(right[:both], "little")
-    return ((apart & -apart).bit_length() - 1) // 8 if apart else both
+        at, length = bisect_left(self.ordered, query), len(query)
+        asked = int.from_bytes(query)
+        apart = 8 * length
+        for key in self.ordered[max(at - 1, 0) : at + 1]:
+            apart = min(apart, (int.from_bytes(key[:length]) ^ asked).bit_length())
+        return length - (apart + 7) // 8
 
 
 _NO_BLOCKS: Array = np.zeros(0, dtype=np.int64)
@@ -91,9 +88,8 @@ class PrefixTree:
         self.generation = records.column(4, "generation", sums.machine)
         self.records = records
         self._sums = sums
-        self._lanes: Array = np.full(5, 2, dtype=np.int64)
-        self._fields: Array = np.arange(5, dtype=np.int64)
         self.free = IdStack("node.free", size, 1, sums.machine)
+        self._spaces: Array = np.array([records.space, self.free.column.space], dtype=np.uint64)
         self.num_children = np.zeros(size, dtype=np.int32)
         self.first_blocks: list[Array] = [np.zeros(size, dtype=np.int64) for _ in pools]
         # Fingerprint sum of all tokens from the root to the end of the edge.
@@ -158,7 +154,9 @@ class PrefixTree:
         """References to the edge: the count of its first block, in the group where it is highest."""
         held = 0
         for pool, first in zip(self._pools, self.first_blocks, strict=True):
-            held = max(held, pool.ref.array.item(first.item(node)))
+            count = pool.ref.array.item(first.item(node))
+            if count > held:
+                held = count
         return held
 
     def path(self, node: int) -> list[int]:
@@ -320,23 +318,30 @@ class PrefixTree:
         return int(sums[0])
 
     def _create(self, scope: int, parent: int, start: int, tokens: Array, blocks: tuple[Array, ...]) -> int:
-        node = self.free.take_one()
+        records, ids = self.records, self.free
+        ids.count -= 1
+        node = loops.open_node(
+            records.cells,
+            parent,
+            start,
+            len(tokens) // self._page,
+            scope,
+            ids.column.array,
+            ids.count,
+            self._spaces,
+            self._sums.all,
+        )
         self.tokens[node] = tokens
         for edges, part in zip(self.edges, blocks, strict=True):
             edges[node] = part
         self._note_first_blocks(node)
         self.num_children[node] = 0
         self._branches[node] = None
-        self._put(node, parent, start, len(tokens) // self._page, scope, int(self.generation.array[node]))
         return node
 
     def _note_first_blocks(self, node: int) -> None:
         for first, edges in zip(self.first_blocks, self.edges, strict=True):
             first[node] = edges[node][0]
-
-    def _put(self, node: int, *values: int) -> None:
-        records, words = self.records, np.array(values, dtype=np.int64)
-        loops.put_record(records.cells, node, self._fields, words, self._lanes, records.space, self._sums.all)
 
     def _retire(self, nodes: tuple[int, ...]) -> tuple[Array, ...]:
         """Frees the records of nodes; the blocks they had, by group, last node first."""
