@@ -243,6 +243,8 @@ class Evictor:
 
     def policy_of(self, namespace: str) -> Prioritized:
         """The policy that judges a namespace's edges."""
+        if self._common is not None:
+            return self._common
         if not self._shares.strict:
             if self._common is None:
                 self._common = Prioritized(self._make(self._num_blocks), self._priority)
@@ -396,8 +398,9 @@ class _Choice:
         self.freed_blocks += len(blocks)
         if parent:
             gone = evictor._gone
-            gone[parent] = gone.get(parent, 0) + 1
-            queue.push(NodeHandle(parent, tree.generation.array.item(parent)))
+            gone[parent] = children = gone.get(parent, 0) + 1
+            if tree.num_children.item(parent) == children:
+                queue.push(NodeHandle(parent, tree.generation.array.item(parent)))
 
 
 def _until(asked: Retention, now_s: float) -> float:

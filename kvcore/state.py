@@ -36,6 +36,7 @@ from .tree import PrefixTree
 
 _LARGEST = (1 << 31) - 1
 LARGEST_COUNTER = (1 << 62) - 1
+_TOKENS = np.dtype("<i4")
 _NO_BLOCKS: Array = np.zeros(0, dtype=np.int64)
 
 
@@ -66,6 +67,8 @@ class LedgerState:
         self.transaction_counter = counters.column(1, "transaction", self.sums.machine)
         self.world = counters.column(2, "world", self.sums.committed, unsigned=True)
         self.world.put(0, bytes_fingerprint(genesis.world + genesis.incarnation.encode()))
+        rows = [group.num_blocks * group.block_size for group in groups]
+        self.longest_prompt = min(genesis.max_model_len, *rows)
         self.flights: dict[int, Array] = {}
         self.serial = 0
         self.looked_up: tuple[Any, Any] | None = None
@@ -115,12 +118,11 @@ class LedgerState:
         """Token ids int32 [n] of a prompt. Raises a refusal when it is empty, malformed or too long."""
         if len(content) % 4:
             raise MalformedCommand("tokens", f"{len(content)} bytes")
-        tokens = np.frombuffer(content, dtype="<i4").astype(np.int32, copy=False)
+        tokens = np.frombuffer(content, dtype=_TOKENS).astype(np.int32, copy=False)
         if len(tokens) == 0:
             raise EmptyPrompt(transaction)
-        limit = min(self.genesis.max_model_len, *[pool.num_blocks * pool.block_size for pool in self.pools])
-        if len(tokens) > limit:
-            raise FullSequenceDoesNotFit(len(tokens), limit)
+        if len(tokens) > self.longest_prompt:
+            raise FullSequenceDoesNotFit(len(tokens), self.longest_prompt)
         position = loops.first_negative(tokens)
         if position < len(tokens):
             raise TokenOutOfRange(position, int(tokens[position]))
@@ -196,6 +198,8 @@ def block_ids(blocks: Array) -> tuple[int, ...]:
 
 def scrub_ids(parts: tuple[Array, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Blocks to scrub for a receipt: those of group 0, and those of the other groups."""
+    if len(parts) == 1:
+        return (tuple(parts[0].tolist()), ()) if len(parts[0]) else ((), ())
     first, *others = [block_ids(part) for part in parts]
     return first, tuple(others)
 

@@ -118,9 +118,10 @@ class PrefixTree:
         if branch is None or start * page >= total:
             return found
         at = start * page
-        content = bytes(4 * at) + tokens[at:].tobytes() if at else tokens.tobytes()
+        content = tokens[at:].tobytes()
         while branch is not None and at < total:
-            key = content[4 * at : 4 * (at + page)]
+            here = 4 * at - 4 * start * page
+            key = content[here : here + 4 * page]
             child = branch.by_page.get(key)
             if child is None:
                 if pages_only:
@@ -130,11 +131,13 @@ class PrefixTree:
                 break
             edge = self.tokens[child]
             length = len(edge)
-            if length <= _SHORT_EDGE and content[4 * at : 4 * (at + length)] == edge.tobytes():
+            if length == page or (
+                length <= _SHORT_EDGE and content[here : here + 4 * length] == edge.tobytes()
+            ):
                 same = length
             else:
                 left = min(length, total - at)
-                same = loops.common_tokens(np.frombuffer(content, np.int32, left, 4 * at), edge)
+                same = loops.common_tokens(np.frombuffer(content, np.int32, left, here), edge)
             nodes.append(child)
             found.last_pages = same // page
             found.pages += found.last_pages
