@@ -1,6 +1,7 @@
 """Commands of the ledger and the handles they name; the wire form of one log record.
 
-Invariant: commands are frozen values; encoding is MessagePack arrays, tagged by the command's name.
+Invariant: commands are frozen values; encoding is MessagePack arrays, tagged by the command's name. Handles hold nothing that
+could hold them, so the garbage collector is not asked to follow them.
 Source: LEDGER "Commands"; contracts K048, K074, K075.
 """
 
@@ -24,7 +25,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True):
     window: int = 0
 
 
-class Scope(msgspec.Struct, frozen=True, array_like=True):
+class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a grant allows to be read: the key of a prefix root."""
 
     namespace: str
@@ -32,21 +33,21 @@ class Scope(msgspec.Struct, frozen=True, array_like=True):
     world: bytes
 
 
-class RequestHandle(msgspec.Struct, frozen=True, array_like=True):
+class RequestHandle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request slot with the generation it was given out under."""
 
     slot: int
     generation: int
 
 
-class NodeHandle(msgspec.Struct, frozen=True, array_like=True):
+class NodeHandle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tree boundary (where an edge ends) with its generation. Node 0 stands for "the root"."""
 
     node: int
     generation: int
 
 
-class BlockHandle(msgspec.Struct, frozen=True, array_like=True):
+class BlockHandle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A physical block: incarnation of the pool, cache group, block id and the block's generation."""
 
     pool: str
@@ -55,7 +56,7 @@ class BlockHandle(msgspec.Struct, frozen=True, array_like=True):
     generation: int
 
 
-class RowSpan(msgspec.Struct, frozen=True, array_like=True):
+class RowSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Rows [start, start + count) of one request that a step computes."""
 
     request: RequestHandle

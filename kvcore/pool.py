@@ -97,8 +97,9 @@ class BlockPool:
 
         A block that holds another scope's bytes is to be zeroed before its new owner writes.
         """
-        present = np.empty((len(shared), 2), dtype=np.int64)
-        fresh, scrub = np.empty((count, 2), dtype=np.int64), np.empty(count, dtype=np.int64)
+        named = np.empty((len(shared) + count, 2), dtype=np.int64)
+        present, fresh = named[: len(shared)], named[len(shared) :]
+        scrub = np.empty(count, dtype=np.int64)
         scrubbed = loops.admit_blocks(
             self.records.cells,
             table.array,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from . import loops
 from .commands import Publish
 from .digest import Array
 from .receipts import PublishedPath
@@ -34,36 +35,34 @@ def commit_publish(state: LedgerState, slots: list[int]) -> dict[str, Any]:
 
 def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
     requests, tree, page = state.requests, state.tree, state.alignment
-    scope_id = int(requests.scope.array[slot])
-    terminal = int(requests.terminal.array[slot])
-    full = int(requests.valid_rows.array[slot]) // page
-    tokens = requests.tokens[slot, : full * page]
-    found = tree.match(scope_id, tokens, terminal, pages_only=True)
+    record = requests.records.cells[slot].tolist()
+    scope_id, terminal = record[loops.SCOPE], record[loops.TERMINAL]
+    full = record[loops.VALID] // page
+    found = tree.match(scope_id, requests.tokens[slot, : full * page], terminal, pages_only=True)
     duplicates = 0
     if found.nodes:
         duplicates = len(_foreign(state, slot, found.nodes, tree.end_page(terminal), found.pages, 0))
     if found.pages < full:
-        terminal = _enter(state, slot, found, full)
+        terminal = _enter(state, slot, found, full, record)
         requests.terminal.put(slot, terminal)
     return PublishedPath(
-        request=requests.handle(slot),
-        scope=state.scopes.scope(scope_id),
-        tokens_before=found.pages * page,
-        tokens_after=max(found.pages, full) * page,
-        duplicate_blocks=duplicates,
-        path=node_handles(tree, tree.path(terminal)),
+        requests.handle(slot),
+        state.scopes.scope(scope_id),
+        found.pages * page,
+        max(found.pages, full) * page,
+        duplicates,
+        node_handles(tree, tree.path(terminal)),
     )
 
 
-def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int) -> int:
+def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int, record: list[int]) -> int:
     """Enters pages [found.pages, full) of a request below what the tree has; the node they lie on."""
     requests, tree, page = state.requests, state.tree, state.alignment
-    scope_id = int(requests.scope.array[slot])
-    terminal = int(requests.terminal.array[slot])
-    nodes, first = list(found.nodes), tree.end_page(terminal)
-    if nodes and found.last_pages < int(tree.pages.array[nodes[-1]]):
-        nodes[-1] = tree.split(nodes[-1], found.last_pages)
+    scope_id, terminal = record[loops.SCOPE], record[loops.TERMINAL]
+    nodes, first = found.nodes, tree.end_page(terminal)
     if nodes:
+        if found.last_pages < tree.pages.array.item(nodes[-1]):
+            nodes[-1] = tree.split(nodes[-1], found.last_pages)
         for group, pool in enumerate(state.pools):
             pool.lease(_foreign(state, slot, nodes, first, found.pages, group))
     parent = nodes[-1] if nodes else terminal
@@ -75,7 +74,7 @@ def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int) -> int:
             for group, per_page in enumerate(tree.per_page)
         ]
     )
-    if _own_leaf(state, slot, parent):
+    if parent and parent == terminal and _own_leaf(state, parent, record[loops.SHARED]):
         tree.extend(parent, suffix, blocks)
         node = parent
     else:
@@ -91,10 +90,11 @@ def _foreign(state: LedgerState, slot: int, nodes: list[int], first: int, end: i
     return path[path != state.requests.all_tables[group][slot, first * per_page : end * per_page]]
 
 
-def _own_leaf(state: LedgerState, slot: int, node: int) -> bool:
-    """Whether the edge was entered by this request alone, so that it may grow instead of getting a child."""
-    if not node or node != int(state.requests.terminal.array[slot]):
-        return False
+def _own_leaf(state: LedgerState, node: int, shared: int) -> bool:
+    """Whether a request's last edge was entered by it alone, so that it may grow instead of getting a child.
+
+    `shared` are the pages that the request was given when it was admitted.
+    """
     tree = state.tree
-    own = int(tree.start.array[node]) >= int(state.requests.shared.array[slot])
-    return own and tree.num_children[node] == 0 and tree.lock(node) == 1
+    own = tree.start.array.item(node) >= shared
+    return own and tree.num_children.item(node) == 0 and tree.lock(node) == 1

@@ -16,7 +16,7 @@ from .handles import BlockHandles
 OtherScrub = tuple[tuple[int, ...], ...]
 
 
-class PrefixMatch(msgspec.Struct, frozen=True, array_like=True):
+class PrefixMatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Lengths of one lookup in tokens. `limit` names the smallest one, `reason` says why it is not longer."""
 
     prompt: int
@@ -29,7 +29,7 @@ class PrefixMatch(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
 
-class EvictionFacts(msgspec.Struct, frozen=True, array_like=True):
+class EvictionFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Nodes evicted inside another command, and the blocks that freed."""
 
     nodes: int = 0
@@ -83,7 +83,7 @@ class DispatchReceipt(Receipt, frozen=True, kw_only=True, tag="dispatch"):
     copies: tuple[BlockCopy, ...] = ()
 
 
-class ReleaseFacts(msgspec.Struct, frozen=True, array_like=True):
+class ReleaseFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One carried-out release of a request of `scope`."""
 
     request: RequestHandle
@@ -122,7 +122,7 @@ class CompleteReceipt(Receipt, frozen=True, kw_only=True, tag="complete"):
     truncated: tuple[TruncateFacts, ...] = ()
 
 
-class PublishedPath(msgspec.Struct, frozen=True, array_like=True):
+class PublishedPath(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Indexed tokens along one request's path before and after. `path` is what the request leases now."""
 
     request: RequestHandle
