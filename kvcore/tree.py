@@ -323,16 +323,18 @@ class PrefixTree:
     def _create(self, scope: int, parent: int, start: int, tokens: Array, blocks: tuple[Array, ...]) -> int:
         records, ids = self.records, self.free
         ids.count -= 1
-        node = loops.open_node(
-            records.cells,
-            parent,
-            start,
-            len(tokens) // self._page,
-            scope,
-            ids.column.array,
-            ids.count,
-            self._spaces,
-            self._sums.all,
+        node = int(
+            loops.open_node(
+                records.cells,
+                parent,
+                start,
+                len(tokens) // self._page,
+                scope,
+                ids.column.array,
+                ids.count,
+                self._spaces,
+                self._sums.all,
+            )
         )
         self.tokens[node] = tokens
         for edges, part in zip(self.edges, blocks, strict=True):
