@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import loops
+from . import execution_loops, loops
 from .commands import (
     Abort,
     Admit,
@@ -31,6 +31,7 @@ from .commands import (
     Truncate,
     pack,
 )
+from .execution import shares_anything, take_snapshot
 from .ledger import Ledger
 
 _GROUPS = (GroupSpec("full", 2, 32), GroupSpec("coarse", 4, 16))
@@ -52,15 +53,17 @@ class _Life:
         views = [self.ledger.request(handle) for handle in handles]
         rows = [RowSpan(v.handle, v.valid_rows, v.num_tokens - v.valid_rows) for v in views]
         sampled = tuple([(index, 1) for index in range(len(rows))])
-        for command in (Dispatch(self.number, tuple(rows)), Complete(self.number, sampled)):
-            self.apply(command)
+        self.apply(Dispatch(self.number, tuple(rows)))
+        shares_anything(self.ledger, handles)
+        take_snapshot(self.ledger, handles, "warm up")
+        self.apply(Complete(self.number, sampled))
 
     def apply(self, command: Command) -> Any:
         return self.ledger.apply(pack(command))
 
 
 def warm_up() -> None:
-    """Compiles, or loads from the cache beside `loops`, every signature that commands use."""
+    """Compiles, or loads from the cache beside the loops, every signature that commands and snapshots use."""
     life = _Life()
     first, second = life.admit(9), life.admit(9)
     life.step(first, second)
@@ -90,6 +93,6 @@ def compile_counts() -> dict[str, tuple[int, int]]:
     """Per loop: signatures known and cache misses so far; after `warm_up` neither may rise."""
     return {
         name: (len(loop.signatures), sum(loop.stats.cache_misses.values()))
-        for name, loop in sorted(vars(loops).items())
+        for name, loop in sorted({**vars(loops), **vars(execution_loops)}.items())
         if not name.startswith("_") and hasattr(loop, "signatures")
     }

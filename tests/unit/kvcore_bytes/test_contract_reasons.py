@@ -18,11 +18,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from copyhold.kernels.shared_schedule import chunk_attention, hydragen
 from copyhold.kvcore import (
     address_errors,
     byte_errors,
     contract_errors,
     errors,
+    execution_errors,
     manifest_errors,
     reasons,
 )
@@ -41,10 +43,30 @@ from copyhold.kvcore.byte_ledger import (
     tail_view,
     unique_physical_ledger,
 )
+from copyhold.kvcore.commands import (
+    Admit,
+    Complete,
+    Dispatch,
+    Genesis,
+    GroupSpec,
+    Publish,
+    RequestHandle,
+    RowSpan,
+    Scope,
+)
 from copyhold.kvcore.compatibility import Candidate, Compatibility, require_compatible, validate
 from copyhold.kvcore.contract_errors import ContractRefusal
 from copyhold.kvcore.descriptors import DescriptorTable
+from copyhold.kvcore.execution import (
+    END_ROW,
+    ExecutionSnapshot,
+    check_chunks,
+    check_counts,
+    coverage_of,
+    take_snapshot,
+)
 from copyhold.kvcore.fragmentation import arena, copy_cost, expected_tail, external_ratio
+from copyhold.kvcore.ledger import Ledger
 from copyhold.kvcore.manifests import (
     CacheGroupManifest,
     check_layer_coverage,
@@ -85,6 +107,56 @@ FACTS = Compatibility(b"abi", b"l", 1, b"", "none", "p", b"", (), "a", 1, b"s", 
 
 def _of_blocks(tables: list[list[int]]) -> Any:
     return unique_physical_ledger(tables, [100, 101], [16, 4], 16, ROW)
+
+
+class _SharedStep:
+    """Two requests of one prompt, dispatched over what follows their common hit of 8 rows."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.ledger.apply(Genesis(b"w", (GroupSpec("full", 4, 16),), 4, 64, "p"))
+        first = self._admit(9)
+        self.ledger.apply(Dispatch(1, (RowSpan(first, 0, 9),)))
+        self.ledger.apply(Complete(1, ((0, 5),)))
+        self.ledger.apply(Publish((first,)))
+        self.handles = [self._admit(10 + more) for more in range(2)]
+        self.ledger.apply(
+            Dispatch(2, tuple([RowSpan(h, 8, 2 + more) for more, h in enumerate(self.handles)]))
+        )
+        self.taken = take_snapshot(self.ledger, self.handles, "c")
+
+    def _admit(self, count: int) -> RequestHandle:
+        tokens = np.arange(1, count + 1, dtype="<i4").tobytes()
+        return self.ledger.apply(Admit(self.ledger.log_index, Scope("a", 1, b"w"), tokens)).request
+
+    def completed(self) -> Ledger:
+        self.ledger.apply(Complete(2))
+        return self.ledger
+
+    def later(self) -> ExecutionSnapshot:
+        self.completed()
+        return self.taken
+
+    def with_chunk(self, end_row: int) -> ExecutionSnapshot:
+        chunks = self.taken.chunks.copy()
+        chunks[0, END_ROW] = end_row
+        return replace(self.taken, chunks=chunks)
+
+
+def _step(attempt: Callable[[_SharedStep], object]) -> Case:
+    return lambda s: attempt(_SharedStep())
+
+
+def _uneven() -> ExecutionSnapshot:
+    """Four sequences, of which three share a chunk and all four the one above it."""
+    chunks = np.array([[0, 4, 0, 4, 0], [4, 8, 0, 3, 1]], dtype=np.int64)
+    four = np.arange(4, dtype=np.int64)
+    handles = tuple([RequestHandle(slot, 1) for slot in range(4)])
+    return ExecutionSnapshot(0, b"", "c", handles, four, four + 9, chunks, np.zeros(2, dtype=np.uint64))
+
+
+def _chunks(*rows: list[int]) -> Case:
+    return lambda s: check_chunks(np.array(rows, dtype=np.int64), 4)
 
 
 def _with(first: Any, second: Any) -> Case:
@@ -233,6 +305,36 @@ CASES: dict[type[ContractRefusal], Case] = {
     manifest_errors.NamespaceGenerationDiffers: _facts("namespace_generation", 2),
     manifest_errors.SaltMismatch: _facts("salt", b"t"),
     manifest_errors.PublicationGenerationMismatch: _facts("publication_generation", 2),
+    execution_errors.StaleSnapshot: _step(lambda step: step.later().require_current(step.ledger)),
+    execution_errors.SequenceOrderChanged: _step(
+        lambda step: step.taken.require_step(step.handles[::-1], "c")
+    ),
+    execution_errors.TensorContractMismatch: _step(lambda step: step.taken.require_step(step.handles, "d")),
+    execution_errors.ChunkDigestMismatch: _step(
+        lambda step: replace(step.taken, digests=step.taken.digests + np.uint64(1)).require_same_blocks(
+            step.ledger
+        )
+    ),
+    execution_errors.GroupMembersDoNotSharePrefix: _step(
+        lambda step: step.with_chunk(end_row=12).require_same_blocks(step.ledger)
+    ),
+    execution_errors.UnprotectedPath: _step(
+        lambda step: take_snapshot(step.ledger, [*step.handles, *step.handles], "c")
+    ),
+    execution_errors.ExecutionWithoutReceipt: _step(
+        lambda step: take_snapshot(step.completed(), step.handles, "c")
+    ),
+    execution_errors.CoverageOutOfRange: _chunks([0, 4, 0, 5, 0]),
+    execution_errors.ChildOutsideParentCoverage: _chunks([0, 4, 0, 2, 0], [4, 8, 1, 3, 1]),
+    execution_errors.KeyCoveredTwice: _chunks([0, 4, 0, 4, 0], [3, 8, 0, 2, 1]),
+    execution_errors.ChunkGap: _chunks([0, 4, 0, 4, 0], [5, 8, 0, 2, 1]),
+    execution_errors.CoverageNotContiguous: lambda s: coverage_of([["C0"], ["C1"], ["C0"]]),
+    execution_errors.KeyNotCovered: lambda s: check_counts([(0, 4), (5, 8)], 0, 8),
+    execution_errors.ValidCountMismatch: lambda s: check_counts([(0, 4), (4, 9)], 0, 8),
+    execution_errors.GroupSizeNotDivisible: lambda s: hydragen(_uneven(), np.ones(4, dtype=np.int64)),
+    execution_errors.PartialBufferTooSmall: lambda s: chunk_attention(
+        _uneven(), np.ones(4, dtype=np.int64), buffer_rows=3
+    ),
     reasons.DropWithoutReason: lambda s: kvcore_reasons()["no_such_reason"],
     reasons.ReasonInTwoStages: lambda s: ReasonRegistry(
         [Reason("a", "docs", "lease"), Reason("a", "docs", "claims")]
