@@ -6,7 +6,14 @@ Owns nothing but the join of `cpu_rows.py` (rows, norms, activation) and `cpu_at
 from __future__ import annotations
 
 from . import cpu_attention, cpu_rows
-from .cpu_attention import merge_states, paged_attention, paged_attention_split, paged_attention_states
+from .cpu_attention import (
+    merge_rows,
+    merge_states,
+    narrow_rows,
+    paged_attention,
+    paged_attention_split,
+    paged_attention_states,
+)
 from .cpu_rows import add_rms_norm, rotate_and_write, silu_mul, write_rows
 from .interface import KVDtype
 
@@ -14,7 +21,9 @@ __all__ = [
     "NAME",
     "add_rms_norm",
     "compile_counts",
+    "merge_rows",
     "merge_states",
+    "narrow_rows",
     "paged_attention",
     "paged_attention_split",
     "paged_attention_states",

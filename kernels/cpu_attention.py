@@ -510,6 +510,25 @@ def merge_states(out_a, lse_a, out_b, lse_b):
 
 
 @_jit
+def merge_rows(out_a, lse_a, rows, out_b, lse_b):
+    """As `merge_states`, row i of state b into row `rows[i]` (int64) of state a, in the order of `rows`."""
+    for i in range(rows.shape[0]):
+        t = rows[i]
+        for h in range(out_a.shape[1]):
+            lse_a[t, h] = _merge_row(out_a[t, h], lse_a[t, h], out_b[i, h], lse_b[i, h])
+
+
+@_jit
+def narrow_rows(rows, out):
+    """Float32 rows `[T, heads, head_dim]` as `out` keeps them: float32, or the bits of the nearest bfloat16."""
+    for t in range(rows.shape[0]):
+        for h in range(rows.shape[1]):
+            to, row = out[t, h], rows[t, h]
+            for d in range(to.shape[0]):
+                to[d] = _narrow(row[d], to)
+
+
+@_jit
 def attention_partitions(
     q, k_layer, v_layer, tile_tables, seq_starts, context_lens, partition, rule, scale, out
 ):
@@ -644,6 +663,8 @@ def warm_up(kv_dtype: KVDtype = "float32") -> None:
         paged_attention(rows, k, v, table, starts, lens, np.float32(1), out)
     paged_attention_split(rows, k, v, table, starts, lens, TILE, np.float32(1), np.empty_like(rows))
     merge_states(rows, mass, rows, mass)
+    merge_rows(rows, mass, np.zeros(1, np.int64), rows.copy(), mass.copy())
+    narrow_rows(rows, np.empty(rows.shape, np.uint16))
 
 
 def compile_counts() -> dict[str, tuple[int, int]]:
@@ -659,4 +680,6 @@ def _kernels() -> dict[str, Any]:
         "attention": attention,
         "attention_partitions": attention_partitions,
         "merge_states": merge_states,
+        "merge_rows": merge_rows,
+        "narrow_rows": narrow_rows,
     }

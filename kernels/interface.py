@@ -159,6 +159,14 @@ class KernelBackend(Protocol):
         """The state over both sets of tokens; writes out_a, lse_a. Outputs are never averaged (K149)."""
         ...
 
+    def merge_rows(self, out_a: Floats, lse_a: Floats, rows: Int64s, out_b: Floats, lse_b: Floats) -> None:
+        """`merge_states` of row i of state b with row `rows[i]` of state a, in that order; writes out_a, lse_a."""
+        ...
+
+    def narrow_rows(self, rows: Floats, out: Activations) -> None:
+        """Rows `[T, heads, head_dim]` in the type of out; writes out."""
+        ...
+
     def add_rms_norm(
         self, x: Floats, delta: Activations, weight: Floats, eps: np.float32, out: Activations
     ) -> None:

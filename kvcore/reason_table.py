@@ -482,13 +482,6 @@ ROWS: tuple[Reason, ...] = (
         "A state is an output with its log-sum-exp; no kernel gives one without the other.",
     ),
     Reason(
-        "empty_state_as_minus_infinity",
-        "docs",
-        "execution",
-        ("K150",),
-        "The merge asks whether a state is empty before it takes any exponent.",
-    ),
-    Reason(
         "finalise_empty",
         "docs",
         "execution",
@@ -577,7 +570,7 @@ ROWS: tuple[Reason, ...] = (
         "docs",
         "execution",
         ("K150", "K244"),
-        "A rule for kernels that merge partial results; kvcore holds no attention state.",
+        "The merge asks whether a state is empty before it takes any exponent.",
     ),
     Reason("row_bytes_mismatch", "runtime", "accounting", ("K018",)),
     Reason("global_heads_on_rank", "runtime", "accounting", ("K018",)),
