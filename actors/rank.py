@@ -13,7 +13,9 @@ import time
 import numpy as np
 
 from copyhold.kernels.batch import StepBatch
-from copyhold.kernels.pool import KVPool
+from copyhold.kernels.choices import SharedPrefix
+from copyhold.kernels.pool import TILE, KVPool
+from copyhold.kernels.shared_cost import Geometry
 from copyhold.kvcore.commands import Dispatch
 from copyhold.kvcore.ledger import Ledger
 from copyhold.models.llama import LlamaShard
@@ -24,13 +26,20 @@ from copyhold.namespace.certificate import RankSigner
 from .errors import RanksDiffer
 from .plan import Draw, KVAuditOrder, KVAuditResult, StepEvidence, StepPlan
 from .scrubbing import Scrubber
+from .shared_reads import SharedReads
 
 
 class Rank:
     """Executes plans; plain, without Ray and sockets, so that tests and simulation run it in process."""
 
     def __init__(
-        self, rank: int, incarnation: str, shard: LlamaShard, pool: KVPool, signer: RankSigner
+        self,
+        rank: int,
+        incarnation: str,
+        shard: LlamaShard,
+        pool: KVPool,
+        signer: RankSigner,
+        shared_prefix: SharedPrefix = "auto",
     ) -> None:
         self._rank = rank
         self._incarnation = incarnation
@@ -39,6 +48,11 @@ class Rank:
         self._signer = signer
         self._ledger = Ledger()
         self._scrubber = Scrubber(self._ledger, pool)
+        heads = Geometry(len(shard.partition.q_heads), pool.kv_heads, pool.head_dim, pool.dtype.itemsize)
+        contract = f"{pool.dtype.name} {pool.kv_heads}x{pool.head_dim} tile {TILE}"
+        self.shared_reads = SharedReads(
+            self._ledger, heads, "off" if shard.deterministic else shared_prefix, contract
+        )
 
     @property
     def ledger(self) -> Ledger:
@@ -80,7 +94,8 @@ class Rank:
         self, dispatch: Dispatch, sample: tuple[int, ...], draws: tuple[Draw, ...]
     ) -> tuple[int, ...]:
         batch = step_batch(self._ledger, dispatch, sample, self._pool.block_size)
-        logits = self._shard.forward(batch)
+        attention = self.shared_reads.attention(dispatch, batch, self._pool.tiles_per_block)
+        logits = self._shard.forward(batch, attention)
         if not sample:
             return ()
         ends = [dispatch.rows[row].start + dispatch.rows[row].count for row in sample]

@@ -10,10 +10,11 @@ import os
 import secrets
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from copyhold.kernels.choices import SharedPrefix
 from copyhold.kvcore.contract_errors import ContractRefusal
 from copyhold.models.layout import CollectiveChoice
 
@@ -42,12 +43,14 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     world: bytes
     collective: CollectiveChoice = "auto"
     deterministic: bool = False
+    shared_prefix: SharedPrefix = "auto"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
     """Where a rank stands. ``kernel_compilations``: kernels this process had to compile (0 with a warm cache).
 
     ``collective``: what ranks add through: none, shm or gloo. ``layout``: the RankLayoutDigest of its pool.
+    ``shared_reads``: a ``SharedReadsReport`` as builtins.
     """
 
     rank: int
@@ -60,6 +63,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     collective: str = ""
     deterministic: bool = False
     layout: str = ""
+    shared_reads: dict[str, Any] = {}
 
 
 class TPWorker:
@@ -141,7 +145,14 @@ class TPWorker:
             self._checkpoint.dtype,
             self._spec.deterministic,
         )
-        self._rank = Rank(self._spec.rank, self._spec.incarnation, self._shard, self._pool, self._signer)
+        self._rank = Rank(
+            self._spec.rank,
+            self._spec.incarnation,
+            self._shard,
+            self._pool,
+            self._signer,
+            self._spec.shared_prefix,
+        )
 
     def warm_up(self) -> int:
         """One step on a block that is zeroed again; returns how many loops had to be compiled."""
@@ -195,6 +206,7 @@ class TPWorker:
             collective=self._shard.collective.kind,
             layout=self._layout,
             deterministic=self._shard.deterministic,
+            shared_reads=msgspec.to_builtins(self._rank.shared_reads.report()),
         )
 
     def _collective(self, port: int) -> Collective:

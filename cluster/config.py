@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from copyhold.actors.recording_settings import RecordingSettings
+from copyhold.kernels.choices import SharedPrefix
 from copyhold.models.layout import CollectiveChoice, Dtype
 from copyhold.namespace.errors import StoreAddressRefused
 from copyhold.namespace.store_target import StoreAddress, parse_store_address
@@ -162,6 +163,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "", "A request's logits have the same bits whatever runs beside it and whatever was cached."
         ),
     ] = False
+    shared_prefix: Annotated[
+        str,
+        _bounded(
+            "",
+            "How requests read K/V rows they share: auto (by the cost model), off, hydragen or chunk.",
+        ),
+    ] = "auto"
     start_timeout_s: Annotated[
         float, _bounded("seconds", "Longest wait between two signs of progress at start-up.", 1.0, 3600.0)
     ] = 180.0
@@ -210,6 +218,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 "collective",
                 f"collective = {self.collective!r} is not one of {', '.join(get_args(CollectiveChoice))}",
+            )
+        if self.shared_prefix not in get_args(SharedPrefix):
+            raise ConfigError(
+                "shared_prefix",
+                f"shared_prefix = {self.shared_prefix!r} is not one of {', '.join(get_args(SharedPrefix))}",
             )
         if self.dtype not in get_args(Dtype):
             raise ConfigError("dtype", f"dtype = {self.dtype!r} is not one of {', '.join(get_args(Dtype))}")

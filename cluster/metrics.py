@@ -19,6 +19,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _REPLICA = ("replica",)
 _KIND = ("replica", "kind")
 _RANK = ("replica", "rank")
+_RANK_KIND = ("replica", "rank", "kind")
 
 Labels = tuple[str, ...]
 Sample = tuple[Labels, float]
@@ -93,6 +94,24 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("copyhold_differing_log_indices_total", "counter", _REPLICA, "Comparisons that failed."),
     MetricSpec("copyhold_rank_steps_total", "counter", _RANK, "Steps a rank has executed."),
     MetricSpec("copyhold_rank_log_index", "gauge", _RANK, "Next log index of the rank's ledger."),
+    MetricSpec(
+        "copyhold_attention_steps_total",
+        "counter",
+        _RANK_KIND,
+        "Steps by how shared K/V was read: plain, hydragen or chunk.",
+    ),
+    MetricSpec(
+        "copyhold_shared_rows_saved_total",
+        "counter",
+        _RANK,
+        "K/V rows of a layer that shared steps did not read again; no measure of time.",
+    ),
+    MetricSpec(
+        "copyhold_shared_gain",
+        "gauge",
+        _RANK,
+        "Mean measured speed-up of attention over the sampled shared steps.",
+    ),
 )
 
 _POOL_KINDS = ("free", "evictable", "live", "reserved")
@@ -182,6 +201,17 @@ def _replica_samples(replica: Labels, figures: Mapping[str, Any]) -> Iterator[tu
         for name, key in (("copyhold_rank_steps_total", "steps"), ("copyhold_rank_log_index", "log_index")):
             if key in position:
                 yield name, ((*replica, str(rank)), position[key])
+        yield from _shared_reads((*replica, str(rank)), position.get("shared_reads", {}))
+
+
+def _shared_reads(rank: Labels, report: Mapping[str, Any]) -> Iterator[tuple[str, Sample]]:
+    for sample in _by_kind(rank, report.get("steps", {})):
+        yield "copyhold_attention_steps_total", sample
+    if report:
+        saved = report["logical_rows"] - report["physical_rows"]
+        yield "copyhold_shared_rows_saved_total", (rank, float(saved))
+    if report.get("samples"):
+        yield "copyhold_shared_gain", (rank, report["measured_gain"])
 
 
 def _by_kind(labels: Labels, counts: Mapping[str, float]) -> list[Sample]:

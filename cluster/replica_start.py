@@ -19,6 +19,7 @@ from copyhold.actors.names import replica_name, worker_name
 from copyhold.actors.replica import Replica, ReplicaSpec
 from copyhold.actors.worker import TPWorker, WorkerSpec
 from copyhold.actors.world import world_of
+from copyhold.kernels.choices import SharedPrefix
 from copyhold.kvcore.contract_errors import ContractRefusal
 from copyhold.models.layout import CollectiveChoice
 from copyhold.models.manifest import ConvertedCheckpoint
@@ -110,6 +111,7 @@ class ReplicaStarter:
                 world=world_of(self._checkpoint, config.block_size),
                 collective=msgspec.convert(config.collective, CollectiveChoice),
                 deterministic=config.deterministic,
+                shared_prefix=msgspec.convert(config.shared_prefix, SharedPrefix),
             )
             options = self._options(running, rank + 1) | {"max_concurrency": 2}
             name = worker_name(running.incarnation, rank)

@@ -111,7 +111,9 @@ def partial_buffer_bytes(rows: int, value_dim: int, scalar_bytes: int) -> int:
 def _phase(snapshot: ExecutionSnapshot, starts: Ints, chosen: Ints) -> Phase:
     members = [snapshot.order[chunk[BEGIN] : chunk[END]] for chunk in snapshot.chunks[chosen]]
     rows = [
-        np.concatenate([np.arange(starts[sequence], starts[sequence + 1]) for sequence in sequences])
+        np.concatenate(
+            [np.arange(int(starts[sequence]), int(starts[sequence + 1])) for sequence in sequences]
+        )
         for sequences in members
     ]
     return Phase(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,14 @@ from .rope import rope_tables
 from .sampling import RowDraw, sample_token
 from .scratch import Scratch, kernel_view
 from .weights import load_weights
+
+
+class Attention(Protocol):
+    """Attention of one layer over a step's rows: q `[T, heads, head_dim]` float32 into `out` of the same shape."""
+
+    def __call__(
+        self, q: np.ndarray, k_layer: np.ndarray, v_layer: np.ndarray, scale: np.float32, out: np.ndarray
+    ) -> None: ...
 
 
 class LlamaShard:
@@ -77,21 +86,25 @@ class LlamaShard:
         """Activation buffers for batches of up to `rows` rows of this shard."""
         return Scratch(self.config, self.partition, rows, self._dtype)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch, attention: Attention | None = None) -> torch.Tensor:
         """Write the batch's K/V rows and return logits `[L, local_vocab]` float32 of its `logit_rows`.
+
+        `attention` stands in for the plain kernel, for this batch only.
 
         Raises: `KernelInputRefused`, `TokenOutOfVocabulary`, `PositionOutOfRange` (no row was written);
         `CollectiveError` (the batch's own rows hold unspecified values).
         """
         if batch.num_tokens > self._scratch.capacity:
             self._scratch = self.new_scratch(batch.num_tokens)
-        hidden = self.hidden_states(batch, self.pool, self._scratch)
+        hidden = self.hidden_states(batch, self.pool, self._scratch, attention)
         rows = hidden.index_select(
             0, torch.from_numpy(np.ascontiguousarray(batch.logit_rows, dtype=np.int64))
         )
         return self._weights.head(rows).float()
 
-    def hidden_states(self, batch: StepBatch, pool: KVPool, scratch: Scratch) -> torch.Tensor:
+    def hidden_states(
+        self, batch: StepBatch, pool: KVPool, scratch: Scratch, attention: Attention | None = None
+    ) -> torch.Tensor:
         """All layers and the final norm against `pool`; the result is a `[T, hidden]` view of `scratch`."""
         batch.check(pool.num_blocks, pool.block_size)
         self._check_ids(batch)
@@ -108,7 +121,10 @@ class LlamaShard:
             cpu.add_rms_norm(views.x, kernel_view(delta), w.attn_norm, self._eps, views.normed_np)
             qkv = kernel_view(w.qkv(views.normed))
             cpu.rotate_and_write(qkv, self._cos, self._sin, positions, slots, k, v, views.q)
-            cpu.paged_attention(views.q, k, v, tables, starts, lens, self._scale, views.attended_np)
+            if attention is None:
+                cpu.paged_attention(views.q, k, v, tables, starts, lens, self._scale, views.attended_np)
+            else:
+                attention(views.q, k, v, self._scale, views.attended_np)
             delta = self._summed(w.o(views.attended))
             cpu.add_rms_norm(views.x, kernel_view(delta), w.ffn_norm, self._eps, views.normed_np)
             cpu.silu_mul(kernel_view(w.gate_up(views.normed)), views.activated_np)

@@ -55,6 +55,7 @@ def test_options_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -
         ({"host": "a\nb"}, "host", "control character"),
         ({"dtype": "float16"}, "dtype", "'float16' is not one of float32, bfloat16"),
         ({"collective": "nccl"}, "collective", "'nccl' is not one of auto, shm, gloo"),
+        ({"shared_prefix": "on"}, "shared_prefix", "'on' is not one of auto, off, hydragen, chunk"),
         ({"block_size": 24}, "block_size", "multiple of 16"),
         ({"pool_tokens": 8200}, "pool_tokens", "multiple of block_size"),
         ({"max_model_len": 9000}, "max_model_len", "exceeds the pool"),
