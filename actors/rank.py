@@ -48,8 +48,8 @@ class Rank:
         self._signer = signer
         self._ledger = Ledger()
         self._scrubber = Scrubber(self._ledger, pool)
-        heads = Geometry(len(shard.partition.q_heads), pool.kv_heads, pool.head_dim, pool.dtype.itemsize)
-        contract = f"{pool.dtype.name} {pool.kv_heads}x{pool.head_dim} tile {TILE}"
+        heads = Geometry(len(shard.partition.q_heads), pool.kv_heads, pool.head_dim, pool.k.itemsize)
+        contract = f"{pool.k.dtype.name} {pool.kv_heads}x{pool.head_dim} tile {TILE}"
         self.shared_reads = SharedReads(
             self._ledger, heads, "off" if shard.deterministic else shared_prefix, contract
         )

@@ -19,7 +19,7 @@ from copyhold.kernels.batch import StepBatch
 from copyhold.kernels.pool import KVPool
 
 from .collective import Collective, SingleProcess
-from .llama import LlamaShard
+from .llama import Attention, LlamaShard
 from .manifest import ConvertedCheckpoint
 from .thread_collective import ThreadMeeting
 
@@ -33,9 +33,9 @@ class ObservedShard(LlamaShard):
 
     last_logits: torch.Tensor
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch, attention: Attention | None = None) -> torch.Tensor:
         """As `LlamaShard.forward`."""
-        self.last_logits = super().forward(batch)
+        self.last_logits = super().forward(batch, attention)
         return self.last_logits
 
 

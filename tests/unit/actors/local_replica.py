@@ -21,6 +21,7 @@ from copyhold.actors.rank import Rank
 from copyhold.actors.scheduler import Scheduler, StepBudget
 from copyhold.actors.submission import Entry, Submission
 from copyhold.actors.world import world_of
+from copyhold.kernels.choices import SharedPrefix
 from copyhold.kernels.pool import KVPool
 from copyhold.kvcore.audit import audit
 from copyhold.kvcore.commands import Genesis, GroupSpec, Scope
@@ -98,6 +99,7 @@ class LocalReplica:
         step_tokens: int = 2000,
         wrap: Wrap = lambda _, rank: rank,
         pools: Callable[[int], type[KVPool]] = lambda _: KVPool,
+        shared_prefix: SharedPrefix = "auto",
     ) -> None:
         config = checkpoint.config
         self.world = world_of(checkpoint, BLOCK)
@@ -114,7 +116,8 @@ class LocalReplica:
             collective = SingleProcess() if checkpoint.tp_size == 1 else self.meeting.collective(part.rank)
             shard = LlamaShard(config, part, checkpoint.shard_path(part.rank), pool, collective)
             self.pools.append(pool)
-            self.ranks.append(Rank(part.rank, INCARNATION, shard, pool, self.signers[part.rank]))
+            signer = self.signers[part.rank]
+            self.ranks.append(Rank(part.rank, INCARNATION, shard, pool, signer, shared_prefix))
         self.executor = LocalExecutor([wrap(number, rank) for number, rank in enumerate(self.ranks)])
         self._clock_s = 0.0
         self._requests = 0
