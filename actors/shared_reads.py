@@ -54,15 +54,17 @@ class _Sampled:
         self._starts, self._lens = batch.seq_starts, batch.context_lens
         self.gain, self.difference = 0.0, 0.0
 
-    def __call__(self, q: Floats, k: np.ndarray, v: np.ndarray, scale: np.float32, out: np.ndarray) -> None:
+    def __call__(
+        self, q: Floats, k_layer: np.ndarray, v_layer: np.ndarray, scale: np.float32, out: np.ndarray
+    ) -> None:
         if self.gain:
-            self._shared(q, k, v, scale, out)
+            self._shared(q, k_layer, v_layer, scale, out)
             return
         began_ns = time.thread_time_ns()
-        self._shared(q, k, v, scale, out)
+        self._shared(q, k_layer, v_layer, scale, out)
         between_ns = time.thread_time_ns()
         plain = np.empty_like(out)
-        cpu.paged_attention(q, k, v, self._tables, self._starts, self._lens, scale, plain)
+        cpu.paged_attention(q, k_layer, v_layer, self._tables, self._starts, self._lens, scale, plain)
         ended_ns = time.thread_time_ns()
         self.gain = max(ended_ns - between_ns, 1) / max(between_ns - began_ns, 1)
         self.difference = float(np.abs(widen_rows(out) - widen_rows(plain)).max())
@@ -73,7 +75,8 @@ class SharedReads:
 
     def __init__(self, ledger: Ledger, geometry: Geometry, mode: SharedPrefix, contract: str) -> None:
         """`contract`: the name of the pool's layout, which a snapshot is bound to."""
-        self._ledger, self._geometry, self._mode, self._contract = ledger, geometry, mode, contract
+        self._ledger, self._geometry, self._contract = ledger, geometry, contract
+        self._mode: SharedPrefix = mode
         self._buffers = StateBuffers(geometry.heads, geometry.head_dim)
         self._steps: dict[str, int] = {"plain": 0, "hydragen": 0, "chunk": 0}
         self._refused: dict[str, int] = {}
