@@ -32,6 +32,9 @@ MakePolicy = Callable[[int, int], Policy]
 _OPEN = ""
 """The queue of all namespaces that only the pool bounds: no namespace has an empty name."""
 
+_AHEAD = 128
+"""Where tenants share the pool, a choice frees one block in so many more than is missing: it then pays for several requests."""
+
 
 class Victims(msgspec.Struct, frozen=True):
     """Edges to evict, children before parents, and the blocks that frees in each namespace."""
@@ -313,7 +316,7 @@ class _Choice:
         """Take least worth edges from the queues, at most ``spare`` blocks of each; the blocks that frees."""
         freed = 0
         if len(spare) == 1 and _OPEN in spare:
-            return self._take_open(needed)
+            return self._take_open(needed + self._evictor._num_blocks // _AHEAD)
         taken = {name: self._freed.get(name, 0) for name in spare}
         heads = [head for name in spare if (head := self._head(name)) is not None]
         heapify(heads)
@@ -334,7 +337,7 @@ class _Choice:
         return freed
 
     def _take_open(self, needed: int) -> int:
-        """`take` where one queue holds every candidate and all of it may go."""
+        """`take` where one queue holds every candidate and all of it may go; the rest makes room for who comes next."""
         freed, queue, blocks = 0, self._evictor._queues[_OPEN], self._tree.blocks
         while freed < needed:
             head = self._head(_OPEN)

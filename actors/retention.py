@@ -102,14 +102,16 @@ class Lifetimes:
     """When each block's time is over (monotonic seconds), and which edges are due."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._until_s = np.full(num_blocks, np.inf)
+        self._num_blocks = num_blocks
+        self._until_s: np.ndarray = np.full(1, np.inf)
         self._due: list[tuple[float, int, NodeHandle]] = []
         self._serial = 0
         self._any_end = False
 
     def start(self, blocks: np.ndarray, until_s: float) -> None:
         """Blocks that were just published live until then; ``inf``: until evicted."""
-        self._any_end = self._any_end or until_s < np.inf
+        if until_s < np.inf and not self._any_end:
+            self._any_end, self._until_s = True, np.full(self._num_blocks, np.inf)
         if self._any_end:
             self._until_s[blocks] = until_s
 
@@ -126,11 +128,11 @@ class Lifetimes:
 
     def over(self, block: int, now_s: float) -> bool:
         """Whether the block's time is over."""
-        return bool(self._until_s[block] <= now_s)
+        return self._any_end and bool(self._until_s[block] <= now_s)
 
     def until_s(self, block: int) -> float:
         """When the block's time is over."""
-        return float(self._until_s[block])
+        return float(self._until_s[block]) if self._any_end else float("inf")
 
     def take_due(self, now_s: float) -> list[NodeHandle]:
         """Edges whose time may be over; each is returned once, ``watch_again`` keeps it."""

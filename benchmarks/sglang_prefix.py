@@ -24,7 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["SGLANG_RUST_BUILD_MODE"] = "never"
 
-POOL_TOKENS, IN_FLIGHT, PATH_NODES = 320_000, 64, 64
+POOL_TOKENS, IN_FLIGHT, PATH_NODES, MISS_TOKENS = 320_000, 64, 64, 1024
 LEAVES, LEAF_TOKENS = 5_000, 64
 Samples = dict[str, dict[str, list[float]]]
 ABSENT = [
@@ -248,7 +248,7 @@ def small_samples(make: Make, prompt: array, runs: int) -> dict[str, list[float]
         part = tokens * node // PATH_NODES
         deep.insert(deep.key(prompt[:part]), indices[:part])
     longer = array("q", [*prompt, 5])
-    other = array("q", [31_999 - prompt[0], *prompt[1:]])
+    other = array("q", [31_999 - prompt[0], *prompt[1:MISS_TOKENS]])
     assert cache.match(cache.key(longer))[0] == deep.match(deep.key(longer))[0] == tokens
     assert cache.match(cache.key(other))[0] == 0
     found: dict[str, list[float]] = {

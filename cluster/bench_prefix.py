@@ -33,6 +33,7 @@ from .bench_prefix_peers import Samples, measure_peers
 from .bench_report import BenchReport, BenchRow, Machine, Target, bench_row, versions
 from .svg_plot import Panel, svg_of_panels
 
+MISS_TOKENS = 1024
 PATH_NODES, LEAVES, LEAF_BLOCKS, EVICTED = 64, 5_000, 4, 1_000
 DEPTHS, FAN_OUTS, TENANT_COUNTS = (1, 4, 16, 64, 256, 1024), (1, 16, 256, 4096, 16384), (1, 10, 50, 200, 800)
 _TARGETS: Mapping[str, tuple[str, Target | None]] = {
@@ -137,14 +138,14 @@ def _probes(prefixes: Prefixes, prompt: np.ndarray, runs: int, hit: int) -> list
 
 
 def _match_samples(prompt: np.ndarray, runs: int) -> dict[str, list[float]]:
-    """A cached prompt of one edge and of 64, each one token longer than what is cached, and one that misses."""
+    """A cached prompt of one edge and of 64, each one token longer than what is cached, and a shorter one that misses."""
     tokens = len(prompt)
     longer = np.concatenate([prompt, np.array([5], dtype=np.int32)])
     flat, deep = Prefixes(8192, tokens + BLOCK), Prefixes(8192, tokens + BLOCK)
     flat.cache(prompt)
     for node in range(1, PATH_NODES + 1):
         deep.cache(prompt[: tokens * node // PATH_NODES])
-    missing = prompt.copy()
+    missing = prompt[:MISS_TOKENS].copy()
     missing[0] = 31_999 - missing[0]
     return {
         "match 32k": _probes(flat, longer, runs, tokens),

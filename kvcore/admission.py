@@ -7,6 +7,7 @@ Source: LEDGER "Commands"; contracts K048, K051, K052, K061, K067 to K069, K092 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
@@ -30,6 +31,8 @@ from .receipts import PrefixMatch
 from .state import LedgerState, node_handles, require_counter, scrub_ids
 from .tree import TreeMatch
 
+_LITTLE = sys.byteorder == "little"
+
 
 class Lookup(msgspec.Struct, frozen=True):
     """A capped match: the nodes that cover `match.runtime` tokens, and the pages used of the last one."""
@@ -49,10 +52,17 @@ class AdmitPlan(msgspec.Struct, frozen=True):
     needed_blocks: tuple[int, ...]
 
 
-def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool) -> Lookup:
-    """Matches `tokens` under a scope's root, capped at prompt - 1 and cut to whole pages; reads only."""
+def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool, content: bytes = b"") -> Lookup:
+    """Matches `tokens` under a scope's root, capped at prompt - 1 and cut to whole pages; reads only.
+
+    `content` are their bytes, where at hand.
+    """
     page = state.alignment
-    found = state.tree.match(scope_id, tokens) if lookup else TreeMatch([], 0, 0, 0, False, False)
+    found = (
+        state.tree.match(scope_id, tokens, content=content)
+        if lookup
+        else TreeMatch([], 0, 0, 0, False, False)
+    )
     match = prefix_lengths(
         len(tokens),
         found.semantic,
@@ -78,7 +88,8 @@ def read_and_look_up(state: LedgerState, command: Admit) -> tuple[Array, Lookup]
         return state.looked_up[1]
     tokens = state.read_prompt(command.transaction, command.tokens)
     state.scopes.require_current(scope)
-    found = tokens, look_up(state, state.scopes.find(scope), tokens, command.lookup)
+    content = command.tokens if _LITTLE else b""
+    found = tokens, look_up(state, state.scopes.find(scope), tokens, command.lookup, content)
     state.looked_up = asked, found
     return found
 

@@ -19,6 +19,9 @@ from .receipts import PrefixMatch
 from .requests import RequestView
 from .state import LedgerState, node_handles
 
+_NO_BLOCKS: Array = np.zeros(0, dtype=np.int64)
+_NO_BLOCKS.flags.writeable = False
+
 
 class Probe(msgspec.Struct, frozen=True):
     """A lookup that leased nothing, `blocks` int64: stale as soon as the next command is applied."""
@@ -94,6 +97,8 @@ class LedgerReads:
         """What an Admit would share now. Raises the refusals of a prompt and of a revoked scope."""
         state = self.state
         _, found = read_and_look_up(state, Admit(-1, scope, tokens, lookup))
+        if not found.nodes:
+            return Probe(found.match, (), _NO_BLOCKS)
         blocks = state.tree.path_blocks(list(found.nodes))[: found.match.runtime // state.block_size]
         return Probe(found.match, node_handles(state.tree, list(found.nodes)), _read_only(blocks))
 

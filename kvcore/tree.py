@@ -94,10 +94,11 @@ class PrefixTree:
         self.first_blocks: list[Array] = [np.zeros(size, dtype=np.int64) for _ in pools]
         # Fingerprint sum of all tokens from the root to the end of the edge.
         self.end_sum: Array = np.zeros(size, dtype=np.uint64)
-        self.tokens: list[Array] = [np.zeros(0, dtype=np.int32)] * size
-        self.edges: list[list[Array]] = [[np.zeros(0, dtype=np.int64)] * size for _ in pools]
+        # Contents of nodes [0, highest node ever used]: a large pool has far fewer nodes than pages.
+        self.tokens: list[Array] = [np.zeros(0, dtype=np.int32)]
+        self.edges: list[list[Array]] = [[_NO_BLOCKS] for _ in pools]
         self.blocks = self.edges[0]
-        self._branches: list[Branch | None] = [None] * size
+        self._branches: list[Branch | None] = [None]
         self.roots: dict[int, Branch] = {}
 
     def parts(self) -> list[Digested]:
@@ -106,10 +107,13 @@ class PrefixTree:
 
     # Reading.
 
-    def match(self, scope: int, tokens: Array, node: int = 0, *, pages_only: bool = False) -> TreeMatch:
+    def match(
+        self, scope: int, tokens: Array, node: int = 0, *, content: bytes = b"", pages_only: bool = False
+    ) -> TreeMatch:
         """Walks down from `node` (0: the scope's root) as far as `tokens` agree; `tokens` start at the root.
 
-        With `pages_only` the length within a page that no edge begins with is left out.
+        `content`, where it is at hand, are the bytes of all tokens. With `pages_only` the length within a page that no edge
+        begins with is left out.
         """
         branch = self._branches[node] if node else self.roots.get(scope)
         page, start = self._page, self.end_page(node)
@@ -118,9 +122,10 @@ class PrefixTree:
         if branch is None or start * page >= total:
             return found
         at = start * page
-        content = tokens[at:].tobytes()
+        origin = 0 if content else 4 * at
+        content = content or tokens[at:].tobytes()
         while branch is not None and at < total:
-            here = 4 * at - 4 * start * page
+            here = 4 * at - origin
             key = content[here : here + 4 * page]
             child = branch.by_page.get(key)
             if child is None:
@@ -286,6 +291,7 @@ class PrefixTree:
 
     def adopt(self, node: int, tokens: Array, blocks: tuple[Array, ...]) -> None:
         """Gives a node whose records are there its content; `link` follows when all are."""
+        self._make_room(node)
         self.tokens[node] = tokens
         for edges, part in zip(self.edges, blocks, strict=True):
             edges[node] = part
@@ -336,6 +342,8 @@ class PrefixTree:
                 self._sums.all,
             )
         )
+        if node >= len(self.tokens):
+            self._make_room(node)
         self.tokens[node] = tokens
         for edges, part in zip(self.edges, blocks, strict=True):
             edges[node] = part
@@ -343,6 +351,13 @@ class PrefixTree:
         self.num_children[node] = 0
         self._branches[node] = None
         return node
+
+    def _make_room(self, node: int) -> None:
+        more = node + 1 - len(self.tokens)
+        self.tokens += self.tokens[:1] * more
+        self._branches += [None] * more
+        for edges in self.edges:
+            edges += edges[:1] * more
 
     def _note_first_blocks(self, node: int) -> None:
         for first, edges in zip(self.first_blocks, self.edges, strict=True):
