@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from . import loops
 from .commands import Abort, Admit
 from .digest import Array
 from .errors import (
@@ -131,27 +130,26 @@ def commit_admit(state: LedgerState, plan: AdmitPlan) -> dict[str, Any]:
     if nodes and plan.found.last_pages < int(tree.pages.array[nodes[-1]]):
         nodes[-1] = tree.split(nodes[-1], plan.found.last_pages)
     scope_id = state.scopes.intern(plan.command.scope)
-    slot = requests.free.take_one()
     runtime = plan.found.match.runtime
+    shared = [tree.path_blocks(nodes, group) for group in range(len(state.pools))]
     values = [
         1,
         scope_id,
         len(plan.tokens),
-        loops.copy_tokens(plan.tokens, requests.tokens[slot], state.weights),
+        0,
         runtime,
-        requests.generation.array.item(slot) + 1,
+        0,
         nodes[-1] if nodes else 0,
         runtime // state.alignment,
         plan.command.transaction + 1,
     ]
+    values += [len(blocks) + needed for blocks, needed in zip(shared, plan.needed_blocks, strict=True)]
+    slot = requests.open(values, plan.tokens, state.weights)
     admitted: list[AdmittedBlocks] = []
     for group, pool in enumerate(state.pools):
-        shared = tree.path_blocks(nodes, group)
         first = slot * requests.widths[group]
-        taken = pool.admit(requests.cells[group], first, shared, plan.needed_blocks[group], scope_id)
-        values.append(len(shared) + len(taken.fresh))
-        admitted.append(taken)
-    requests.open(slot, values)
+        needed = plan.needed_blocks[group]
+        admitted.append(pool.admit(requests.cells[group], first, shared[group], needed, scope_id))
     state.transaction_counter.put(0, plan.command.transaction + 1)
     first_scrub, other_scrub = scrub_ids(tuple([blocks.scrub for blocks in admitted]))
     return {

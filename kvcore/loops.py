@@ -221,16 +221,6 @@ def first_negative(tokens):
 
 
 @_jit
-def copy_tokens(tokens, row, weights):
-    """Copies tokens into a request's row; their fingerprint as int64."""
-    total = np.uint64(0)
-    for i in range(len(tokens)):
-        row[i] = tokens[i]
-        total += (_word(tokens[i]) + _ONE) * weights[i]
-    return np.int64(total)
-
-
-@_jit
 def common_tokens(left, right):
     """Length of the longest common prefix of two int32 arrays; whole stretches are compared without a branch."""
     both = min(len(left), len(right))
@@ -854,3 +844,29 @@ def close_record(records, index, fields, lanes, cells, count, space, cells_space
         sums[lanes[field]] -= old * _SALT_A[field] * weight
         sums[lanes[field] + 1] -= old * _SALT_B[field] * other
     _set_cell(cells, count, index + 1, cells_space, sums, 2)
+
+
+@_jit
+def open_request(records, fields, values, lanes, tokens, rows, weights, cells, top, spaces, sums):
+    """Takes the slot in cell `top` of the free stack, copies its tokens and fills its record; the slot.
+
+    `values` [fields] begin with those of ACTIVE, ...; TOKEN_PRINT and SLOT_GENERATION are made here. `spaces` uint64 [2]: those
+    of the records and of the stack.
+    """
+    slot = np.int64(cells[top]) - 1
+    _set_cell(cells, top, 0, spaces[1], sums, 2)
+    total = np.uint64(0)
+    for i in range(len(tokens)):
+        rows[slot, i] = tokens[i]
+        total += (_word(tokens[i]) + _ONE) * weights[i]
+    values[TOKEN_PRINT] = np.int64(total)
+    values[SLOT_GENERATION] = records[slot, SLOT_GENERATION] + 1
+    weight = _weight(spaces[0], slot)
+    other = _other(weight)
+    for i in range(len(fields)):
+        field = fields[i]
+        change = _word(values[i]) - _word(records[slot, field])
+        records[slot, field] = values[i]
+        sums[lanes[field]] += change * _SALT_A[field] * weight
+        sums[lanes[field] + 1] += change * _SALT_B[field] * other
+    return slot

@@ -92,6 +92,7 @@ class RequestTable:
         self._lanes = self._lanes_of_fields(fields)
         self._cleared: Array = np.array([*_CLEARED, *range(at, at + 2 * len(groups), 2)], dtype=np.int64)
         first = [*range(loops.ACTIVE, loops.TRANSACTION + 1), *range(at, at + 2 * len(groups), 2)]
+        self._spaces: Array = np.array([records.space, self.free.column.space], dtype=np.uint64)
         self._opened: Array = np.array(first, dtype=np.int64)
 
     def adopt_tables(self) -> None:
@@ -134,9 +135,28 @@ class RequestTable:
             self.records.cells, slot, fields, values, self._lanes, self.records.space, self._sums.all
         )
 
-    def open(self, slot: int, values: list[int]) -> None:
-        """Fills the record of a slot that was given out: fields ACTIVE to TRANSACTION, then each group's blocks."""
-        self.put_fields(slot, self._opened, np.array(values, dtype=np.int64))
+    def open(self, values: list[int], tokens: Array, weights: Array) -> int:
+        """Gives out a slot with its tokens; `values` are of fields ACTIVE to TRANSACTION, then each group's blocks.
+
+        Those of the token print and the slot's generation are filled in here.
+        """
+        records, ids = self.records, self.free
+        ids.count -= 1
+        return int(
+            loops.open_request(
+                records.cells,
+                self._opened,
+                np.array(values, dtype=np.int64),
+                self._lanes,
+                tokens,
+                self.tokens,
+                weights,
+                ids.column.array,
+                ids.count,
+                self._spaces,
+                self._sums.all,
+            )
+        )
 
     def set_tokens(self, slot: int, count: int, token_print: int) -> None:
         """Cuts or extends the known tokens; the print is theirs."""
