@@ -19,7 +19,7 @@ from copyhold.namespace.certificate import RankSigner
 
 from .errors import RanksDiffer
 from .executor import LocalExecutor
-from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
+from .messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
 from .plan import KVAuditOrder, StepEvidence, StepPlan
 from .rank import Rank
 from .scheduler import Scheduler, StepBudget
@@ -79,15 +79,20 @@ class InProcessStream:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.logits: list[Logits] = []
-        self.cached_tokens = 0
+        self.receipt: ReuseReceipt | None = None
         self.failure: Failed | None = None
         self.ended = False
         self.entry: Entry | None = None
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that its admission found cached; 0 before it."""
+        return 0 if self.receipt is None else self.receipt.cached_tokens
+
     def put(self, item: StreamItem) -> None:
         """Take one item of the stream."""
         if isinstance(item, Admitted):
-            self.cached_tokens = item.receipt.cached_tokens
+            self.receipt = item.receipt
         elif isinstance(item, TokenChunk):
             self.tokens.extend(item.tokens)
         elif isinstance(item, Failed):
@@ -126,6 +131,7 @@ class InProcessReplica:
             publish=publish,
             arrived_at_s=0.0,
             created_at=0.0,
+            deterministic=self._set.shards.deterministic,
         )
         stream.entry = self.scheduler.submit(submission, stream.put)
         self._streams.append(stream)

@@ -51,6 +51,7 @@ class ReuseReceipt(msgspec.Struct, frozen=True):
 
     Lengths are tokens (K092-K095). ``limit`` names the length that bounded the hit; ``reason`` says why the hit is
     not longer. ``time_to_first_token_ms`` is measured in the replica from arrival; 0.0 until the first token.
+    ``deterministic``: its logits did not depend on what else the replica computed.
     """
 
     receipt_id: str
@@ -69,6 +70,7 @@ class ReuseReceipt(msgspec.Struct, frozen=True):
     time_to_first_token_ms: float = 0.0
     completion_tokens: int = 0
     finish_reason: str = "running"
+    deterministic: bool = False
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):

@@ -395,6 +395,7 @@ class Replica:
             created_at=time.time(),
             sampling=request.sampling,
             retention=request.retention,
+            deterministic=self._spec.deterministic,
         )
 
     async def _keep_receipts(self, request: GenerateRequest, batch: list[StreamItem]) -> None:

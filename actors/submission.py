@@ -36,6 +36,7 @@ class Submission(msgspec.Struct, frozen=True):
     created_at: float
     sampling: SamplingParams = GREEDY
     retention: Retention = DEFAULT_RETENTION
+    deterministic: bool = False
 
 
 class Entry:
@@ -116,4 +117,5 @@ def first_receipt(submission: Submission, match: PrefixMatch, block_size: int) -
         block_size=block_size,
         limit=match.limit,
         reason=match.reason,
+        deterministic=submission.deterministic,
     )

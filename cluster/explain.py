@@ -88,4 +88,5 @@ def receipt_projection(receipt: ReuseReceipt) -> dict[str, Any]:
         "reason": receipt.reason,
         "time_to_first_token_ms": receipt.time_to_first_token_ms,
         "finish_reason": receipt.finish_reason,
+        "deterministic": receipt.deterministic,
     }

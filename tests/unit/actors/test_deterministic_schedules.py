@@ -87,6 +87,7 @@ def test_every_request_of_every_schedule_has_the_bits_it_has_alone(deterministic
         happened += counts
         for number, stream in streams:
             assert len(stream.logits) == NEW_TOKENS, (seed, number, stream.failure)
+            assert stream.receipt is not None and stream.receipt.deterministic
             assert digest(stream.logits) == alone[number], f"schedule {seed}, prompt {number}"
     expected = ("hits", "shared_reads", "partial_chunks", "evicted", "preempted")
     assert all(happened[kind] >= 3 for kind in expected), happened
@@ -115,6 +116,7 @@ def test_without_the_mode_a_batch_can_change_bits(source: Path) -> None:
     replica.close()
     same = digest(streams[0].logits) == digest(list(alone.logits))
     assert streams[0].tokens == list(alone.tokens)
+    assert streams[0].receipt is not None and not streams[0].receipt.deterministic
     assert same == (1 in down.sizes), "the library's behaviour and the check's finding agree"
     shards.close()
     careful.close()

@@ -63,5 +63,6 @@ def test_a_name_it_does_not_know_is_still_said() -> None:
 def test_projections_hold_the_tenants_own_figures_only() -> None:
     assert explanation(RECEIPT)["lengths"] == {"semantic": 50, "indexed": 48, "cap": 49, "runtime": 48}
     body = receipt_projection(RECEIPT)
-    assert body["created"] == 12
+    assert body["created"] == 12 and body["deterministic"] is False
+    assert receipt_projection(msgspec.structs.replace(RECEIPT, deterministic=True))["deterministic"] is True
     assert not {"generation", "replica", "incarnation", "blocks", "digest"} & set(body)
