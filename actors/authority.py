@@ -11,11 +11,13 @@ from __future__ import annotations
 import secrets as secrets_module
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from copyhold.namespace.audit_trail import encode_head
 from copyhold.namespace.authority import Authority, Authorization, ClusterIdentity
 from copyhold.namespace.clock import SystemClock
 from copyhold.namespace.errors import NamespaceError
@@ -32,6 +34,7 @@ from .errors import InvalidRequest
 from .fleet import RayFleet
 
 _T = TypeVar("_T")
+_TRAIL_RECORDS_AT_ONCE = 1000
 
 
 class AuthoritySpec(msgspec.Struct, frozen=True):
@@ -244,6 +247,17 @@ class NamespaceActor:
         except NamespaceError as error:
             return error
 
+    async def audit_head(self) -> bytes | Refusal:
+        """A head of the audit trail signed now, written out too; the reading itself is its last record."""
+        return self._refusing(self._audit_head)
+
+    async def audit_records(self, first: int) -> list[dict[str, Any]] | Refusal:
+        """Up to a thousand records of the audit trail."""
+        records = self._authority.journal.records(first)
+        return self._refusing(
+            lambda: [msgspec.to_builtins(record) for record in islice(records, _TRAIL_RECORDS_AT_ONCE)]
+        )
+
     async def pool(self) -> dict[str, Any] | Refusal:
         """Every replica's pool gauge and blocks by namespace."""
         try:
@@ -290,6 +304,10 @@ class NamespaceActor:
             "namespaces": list(record.namespaces),
             "key": self._authority.create_key(record.name),
         }
+
+    def _audit_head(self) -> bytes:
+        self._authority.record_call("operator", "audit_head", "cluster", {})
+        return encode_head(self._authority.journal.write_head())
 
     def _namespaces(self, names: tuple[str, ...]) -> list[tuple[str, Any]]:
         stored = [(name, self._authority.registry.stored_namespace(name)) for name in names]

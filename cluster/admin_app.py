@@ -79,6 +79,8 @@ def create_admin_app(
         Route("/admin/public-key", admin.public_key),
         Route("/admin/audit/kv", admin.audit_kv, methods=["POST"]),
         Route("/admin/audit/ledgers", admin.audit_ledgers, methods=["POST"]),
+        Route("/admin/audit-trail", admin.audit_records, methods=["POST"]),
+        Route("/admin/audit-trail/head", admin.audit_head, methods=["POST"]),
         Route("/admin/pool", admin.pool),
         Route("/admin/ranks", admin.ranks),
         Route("/admin/drain", admin.drain, methods=["POST"]),
@@ -166,6 +168,15 @@ class _Admin:
 
     async def audit_ledgers(self, request: Request) -> Response:
         return _json(await self._backend.audit_ledgers())
+
+    async def audit_records(self, request: Request) -> Response:
+        first = (await _body(request, ("first",))).get("first", 1)
+        if type(first) is not int or first < 1:
+            raise AdminRefusal("first must be an integer from 1 on")
+        return _json({"records": await self._backend.audit_records(first)})
+
+    async def audit_head(self, request: Request) -> Response:
+        return Response(await self._backend.audit_head(), media_type="application/json")
 
     async def pool(self, request: Request) -> Response:
         return _json(await self._backend.pool())

@@ -88,6 +88,14 @@ class AdminClient:
         """What audits of every ledger found wrong, by actor; empty lists are right."""
         return self._json("POST", "/admin/audit/ledgers", timeout_s=300.0)
 
+    def audit_head(self) -> bytes:
+        """A head of the audit trail signed now, as a file's content."""
+        return self._send("POST", "/admin/audit-trail/head").content
+
+    def audit_records(self, first: int) -> list[dict[str, Any]]:
+        """Records of the audit trail from ``first`` on, as many as the server sends at once."""
+        return self._json("POST", "/admin/audit-trail", {"first": first})["records"]
+
     def pool(self) -> dict[str, Any]:
         return self._json("GET", "/admin/pool")
 

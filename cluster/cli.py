@@ -27,6 +27,7 @@ from .config import Config, Settings, load_config
 from .errors import ClusterError, StopFailed, TenantRequestFailed, UsageError, stable_name
 from .ledger_cli import ledger
 from .server_record import find_server
+from .store_cli import audit_trail, stores
 from .verify_cli import verify
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ app.add_typer(tenants, name="tenants")
 app.add_typer(certificates, name="certificate")
 app.add_typer(bench, name="bench")
 app.add_typer(ledger, name="ledger")
+app.add_typer(stores, name="store")
+app.add_typer(audit_trail, name="audit-trail")
 app.add_typer(configuration, name="config")
 app.command("lab")(lab)
 app.command("verify")(verify)

@@ -193,6 +193,12 @@ class RayAdminBackend:
     async def audit_ledgers(self) -> dict[str, Any]:
         return await self._ask("audit_ledgers")
 
+    async def audit_records(self, first: int) -> list[dict[str, Any]]:
+        return await self._ask("audit_records", first)
+
+    async def audit_head(self) -> bytes:
+        return await self._ask("audit_head")
+
     async def pool(self) -> dict[str, Any]:
         return await self._ask("pool")
 

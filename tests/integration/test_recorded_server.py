@@ -49,6 +49,19 @@ def _check_pool(live: LiveServer) -> None:
     assert len({rank["layout"] for rank in ranks}) == 2 and all(rank["layout"] for rank in ranks)
 
 
+def _check_trail(live: LiveServer, folder: Path) -> None:
+    """What the operator did is exported and verified offline."""
+    trail, head, key = folder / "trail", folder / "head", folder / "key"
+    key.write_bytes(live.admin.public_key())
+    where = "--admin-socket", str(live.supervisor.admin_socket)
+    exported = copyhold("audit-trail", "export", "--out", str(trail), "--head", str(head), *where)
+    assert exported.returncode == 0, exported.stderr
+    arguments = "--head", str(head), "--public-key", str(key)
+    verified = copyhold("audit-trail", "verify", str(trail), *arguments, "--json")
+    assert json.loads(verified.stdout)["records"] == len(trail.read_bytes().splitlines()) > 10
+    assert b"revocation_certified" in trail.read_bytes()
+
+
 @pytest.fixture(scope="module")
 def uneven_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uneven") / "model"
@@ -92,6 +105,7 @@ def test_logs_of_a_live_server_replay_and_a_revocation_takes_them_along(
         audited = copyhold("ledger", "audit", "--admin-socket", str(live.supervisor.admin_socket), "--json")
         findings = json.loads(audited.stdout)["findings"]
         assert (audited.returncode, len(findings), any(findings.values())) == (0, 3, False)
+        _check_trail(live, logs.parent)
     finally:
         for _ in servers:
             raise AssertionError("one server only")

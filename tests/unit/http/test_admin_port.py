@@ -71,6 +71,14 @@ class ScriptedAdmin:
     async def audit_ledgers(self) -> dict[str, Any]:
         return self._called("audit_ledgers")
 
+    async def audit_records(self, first: int) -> list[dict[str, Any]]:
+        self._called("audit_records", first)
+        return []
+
+    async def audit_head(self) -> bytes:
+        self._called("audit_head")
+        return b"{}"
+
     async def pool(self) -> dict[str, Any]:
         return self._called("pool")
 
@@ -183,3 +191,13 @@ def test_a_typed_error_has_its_status_and_text(
 def test_tenant_paths_do_not_exist_on_the_admin_port(http: httpx.Client) -> None:
     response = http.get("/v1/models")
     assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found")
+
+
+def test_the_trail_is_read_from_a_record_on_and_its_head_as_signed(
+    http: httpx.Client, admin: ScriptedAdmin
+) -> None:
+    assert http.post("/admin/audit-trail", json={"first": 7}).json() == {"records": []}
+    assert http.post("/admin/audit-trail/head").content == b"{}"
+    assert admin.calls == [("audit_records", 7), ("audit_head",)]
+    for first in (0, -1, "1", True, 1.5):
+        assert http.post("/admin/audit-trail", json={"first": first}).status_code == 400
