@@ -28,15 +28,15 @@ from copyhold.namespace.records import IncarnationRecord, RankEvidence
 from copyhold.namespace.sessions import SessionStore
 from copyhold.namespace.store_target import StoreTarget
 
-from .agreement import ledger_findings
 from .cache_settings import DEFAULT_CACHE, CacheSettings
-from .errors import ActorError, InvalidRequest, ReplicaStopped
+from .errors import ActorError, InvalidRequest
 from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
-from .plan import KVAuditOrder, PurgeOrder
+from .operator_calls import OperatorCalls
+from .plan import PurgeOrder
 from .pool_figures import PoolFigures
 from .receipt_store import keep_receipt
-from .recording_settings import RecordingReport, RecordingSettings
+from .recording_settings import RecordingSettings
 from .request_counts import RequestCounts
 from .routing import DIGEST_EVERY_TOKENS
 from .submission import Entry, Submission
@@ -45,9 +45,6 @@ from .transport import StepListener
 if TYPE_CHECKING:
     from .engine import Engine
     from .recording import Recording
-
-_SLOW_STEP_S = 6.0
-"""A step older than this turns health bad before the step's own timeout ends the replica."""
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
@@ -77,7 +74,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     pool: PoolFigures | None = None
 
 
-class Replica:
+class Replica(OperatorCalls):
     """Created as a Ray actor with async methods; everything that touches the ledger runs on the engine's thread."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -258,88 +255,7 @@ class Replica:
         recording.note_erased(erased)
         return erased
 
-    # -- operator -----------------------------------------------------------------------------------------------
-
-    async def status(self) -> dict[str, Any]:
-        """Counts, agreement and times; JSON-ready."""
-        engine = self._engine
-        if engine is None or engine.failure is not None:
-            failure = "starting" if engine is None else str(engine.failure)
-            return {
-                "replica": self._spec.name,
-                "incarnation": self._spec.incarnation,
-                "serving": False,
-                "failure": failure,
-            }
-        running, waiting = self._scheduler.counts()
-        return {
-            "replica": self._spec.name,
-            "incarnation": self._spec.incarnation,
-            "serving": self._serving(),
-            "draining": self._draining,
-            "deterministic": self._spec.deterministic,
-            "step_age_s": round(engine.step_age_s(), 3),
-            "failure": self._lease_refusal,
-            "running": running,
-            "waiting": waiting,
-            "preemptions": self._scheduler.preemptions,
-            "admitted_requests": self._scheduler.admitted_requests,
-            "cached_tokens": self._scheduler.cached_tokens,
-            "receipts_lost": self.receipts_lost,
-            "cache": msgspec.to_builtins(self._scheduler.cache_report()),
-            "agreement": msgspec.to_builtins(self._scheduler.agreement.report()),
-            "pool_size": msgspec.to_builtins(self._spec.pool),
-            "recording": msgspec.to_builtins(self._recording_report()),
-            "times": msgspec.to_builtins(engine.times()),
-        }
-
-    async def metrics(self) -> dict[str, Any]:
-        """Status, totals of requests, lease and pool gauge: numbers of the whole replica, nothing of a tenant."""
-        figures = await self.status()
-        figures["requests"] = msgspec.to_builtins(self._counts.report())
-        figures["lease_remaining_s"] = self._lease.remaining_s(time.monotonic())
-        if "running" in figures:
-            gauge = self._serving_engine().call(self._scheduler.ledger.gauge)
-            figures["pool"] = msgspec.to_builtins(await asyncio.wrap_future(gauge))
-        return figures
-
-    async def pool(self) -> dict[str, Any]:
-        """Gauge and, per namespace, the blocks its index holds; one snapshot between two steps."""
-        return await asyncio.wrap_future(self._serving_engine().call(self._pool_snapshot))
-
-    async def audit_ledger(self) -> list[str]:
-        """Everything in which the scheduler's ledger contradicts itself; taken between two steps."""
-        call = self._serving_engine().call(lambda: ledger_findings(self._scheduler.ledger))
-        return await asyncio.wrap_future(call)
-
-    async def audit_kv(self, namespace: str, samples: int) -> list[dict[str, Any]]:
-        """Compare sampled K/V rows of the namespace's longest cached prefix with a cold recompute on every rank."""
-        engine = self._serving_engine()
-        paths = await asyncio.wrap_future(engine.call(lambda: self._scheduler.ledger.paths(namespace)))
-        if not paths:
-            return []
-        _, tokens, blocks = max(paths, key=lambda path: len(path[1]))
-        positions = np.unique(np.linspace(0, len(tokens) - 1, num=min(samples, len(tokens)), dtype=np.int64))
-        order = KVAuditOrder(
-            np.ascontiguousarray(tokens, dtype="<i4").tobytes(),
-            tuple(int(block) for block in blocks),
-            tuple(int(position) for position in positions),
-        )
-        reports = await asyncio.wrap_future(engine.audit(order))
-        return [
-            {**msgspec.structs.asdict(report.audit), "tokens": len(tokens)}
-            for report in reports
-            if report.audit is not None
-        ]
-
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _serving(self) -> bool:
-        """Whether a request sent now would be admitted and computed."""
-        engine = self._engine
-        if engine is None or engine.failure is not None or self._draining:
-            return False
-        return self._lease.holds(time.monotonic()) and engine.step_age_s() < _SLOW_STEP_S
 
     async def _start_recording(self) -> Recording | None:
         """What earlier incarnations recorded of generations revoked since goes before anything new is written."""
@@ -353,14 +269,6 @@ class Replica:
         floors = self._lease.floors.generations
         recording.note_erased(await asyncio.to_thread(erase_below, Path(settings.folder), floors))
         return recording
-
-    def _recording_report(self) -> RecordingReport:
-        return RecordingReport() if self._recording is None else self._recording.report()
-
-    def _serving_engine(self) -> Engine:
-        if self._engine is None:
-            raise ReplicaStopped("the replica has not started")
-        return self._engine
 
     def _refusal(self, request: GenerateRequest) -> Failed | None:
         """Everything that is checked before the ledger hears of a request."""
@@ -429,22 +337,6 @@ class Replica:
         scope = entry.scope
         self._routable.setdefault((scope.namespace, scope.generation), {}).update(digests)
         self._coordinator.publish.remote(scope.namespace, scope.generation, self._spec.incarnation, digests)
-
-    def _pool_snapshot(self) -> dict[str, Any]:
-        ledger = self._scheduler.ledger
-        gauge = ledger.gauge()
-        blocks: dict[str, set[int]] = {}
-        for _, scope in ledger.state.scopes.all_scopes():
-            for _, _, path_blocks in ledger.paths(scope.namespace):
-                blocks.setdefault(scope.namespace, set()).update(path_blocks.tolist())
-        return {
-            **msgspec.to_builtins(gauge),
-            "log_index": ledger.log_index,
-            "floors": {
-                name: msgspec.to_builtins(facts) for name, facts in self._scheduler.floor_facts().items()
-            },
-            "namespaces": {name: sorted(held) for name, held in sorted(blocks.items())},
-        }
 
     async def _keep_lease(self) -> None:
         """Renew at a quarter of the lease; a refusal or a lost authority lets the lease run out."""

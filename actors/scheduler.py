@@ -46,6 +46,7 @@ from .agreement import Agreement
 from .cache_settings import DEFAULT_CACHE, CacheSettings
 from .errors import InvalidRequest, NamespaceRevoked, NoRoom, RanksDiffer
 from .eviction import EvictionReport, Evictor, Victims
+from .floor_book import FloorBook, FloorFacts
 from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
 from .plan import Draw, KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
 from .recording import Recording
@@ -66,18 +67,6 @@ class StepBudget(msgspec.Struct, frozen=True):
     step_tokens: int
     prefill_chunk_tokens: int
     vocab_size: int = 1 << 31
-
-
-class FloorFacts(msgspec.Struct):
-    """Free blocks around the last rise of a namespace's floor.
-
-    ``grown_blocks`` is what requests below the floor still took before they were ended.
-    """
-
-    generation: int
-    free_blocks_before: int
-    free_blocks_after: int
-    grown_blocks: int = 0
 
 
 class Scheduler:
@@ -107,8 +96,7 @@ class Scheduler:
         self._on_publication = on_publication
         self._waiting: deque[Entry] = deque()
         self._running: list[Entry] = []
-        self._floors: dict[str, int] = {}
-        self._floor_facts: dict[str, FloorFacts] = {}
+        self._floors = FloorBook()
         self._outbox: list[Command] = []
         self._sent_index = 0
         self._step = 0
@@ -144,7 +132,7 @@ class Scheduler:
         """
         entry = Entry(submission, put)
         self._check(entry.prompt, submission.max_new_tokens)
-        if self._below_floor(entry):
+        if self._floors.above(entry.scope):
             raise NamespaceRevoked("the grant's generation has been revoked")
         namespace, retention = submission.scope.namespace, submission.retention
         prompt_blocks = len(entry.prompt) // self._block_size
@@ -186,21 +174,19 @@ class Scheduler:
 
     def advance_floor(self, namespace: str, generation: int) -> int:
         """Fence every older generation of ``namespace``; returns the number of requests still running below it."""
-        if generation > self._floors.get(namespace, 0):
-            self._floors[namespace] = generation
+        if self._floors.is_rise(namespace, generation):
             free_blocks = self._ledger.gauge().free
             receipt = self._apply(AdvanceGeneration(namespace, generation), AdvanceReceipt)
             self.evictor.dropped(namespace, receipt.freed_blocks)
-            facts = FloorFacts(generation, free_blocks, self._ledger.gauge().free)
-            self._floor_facts[namespace] = facts
-            for entry in [entry for entry in self._waiting if self._below_floor(entry)]:
+            self._floors.rise(namespace, FloorFacts(generation, free_blocks, self._ledger.gauge().free))
+            for entry in [entry for entry in self._waiting if self._floors.above(entry.scope)]:
                 self._waiting.remove(entry)
                 entry.end(REVOKED)
-        return sum(self._below_floor(entry) for entry in self._running)
+        return sum(self._floors.above(entry.scope) for entry in self._running)
 
     def end_below_floor(self) -> int:
         """End every request whose generation is fenced; returns how many were ended."""
-        ended = [entry for entry in self._running if self._below_floor(entry)]
+        ended = [entry for entry in self._running if self._floors.above(entry.scope)]
         for entry in ended:
             self._release(entry, "revoke")
             entry.end(REVOKED)
@@ -231,7 +217,7 @@ class Scheduler:
 
     def floor_facts(self) -> dict[str, FloorFacts]:
         """By namespace: the pool around its last rise of the floor."""
-        return dict(self._floor_facts)
+        return self._floors.facts()
 
     def fail_all(self, failure: Failed) -> None:
         """End every stream without touching the ledger: the replica is stopping."""
@@ -415,8 +401,7 @@ class Scheduler:
         for namespace, blocks in needs.items():
             self._shares.take(namespace, blocks)
         for entry, span in rows:
-            if self._below_floor(entry):
-                self._floor_facts[entry.scope.namespace].grown_blocks += grown[span]
+            self._floors.note_growth(entry.scope, grown[span])
 
     def _choose_rows(self) -> list[tuple[Entry, RowSpan]]:
         """Decoding requests first (one row each), then prompt chunks in order of admission, within the budget."""
@@ -453,7 +438,7 @@ class Scheduler:
             entry.end(Failed("out_of_memory", "the pool cannot hold this request"))
             return
         entry = candidates[-1]
-        if self._below_floor(entry):
+        if self._floors.above(entry.scope):
             self._release(entry, "revoke")
             entry.end(REVOKED)
             return
@@ -468,7 +453,7 @@ class Scheduler:
             entry
             for entry in entries
             if entry.submission.publish
-            and not self._below_floor(entry)
+            and not self._floors.above(entry.scope)
             and entry.valid_rows // self._block_size > entry.published_blocks
             and entry.keeps
         ]
@@ -525,10 +510,10 @@ class Scheduler:
         assert not receipt.deferred, "requests are released between steps"
         self._running.remove(entry)
         self._shares.give_back(namespace, receipt.freed_blocks)
-        if not self._below_floor(entry):
+        if not self._floors.above(entry.scope):
             self.evictor.released(namespace, entry.terminal, indexed)
-        if self._below_floor(entry):
-            self._floor_facts[entry.scope.namespace].free_blocks_after = self._ledger.gauge().free
+        else:
+            self._floors.note_release(entry.scope, self._ledger.gauge().free)
         entry.handle = None
         entry.valid_rows = 0
         entry.published_blocks = 0
@@ -543,9 +528,6 @@ class Scheduler:
             self._recording.record(command, receipt)
         assert isinstance(receipt, kind), (type(receipt), kind)
         return receipt
-
-    def _below_floor(self, entry: Entry) -> bool:
-        return entry.scope.generation < self._floors.get(entry.scope.namespace, 0)
 
     def _table(self, entry: Entry) -> np.ndarray:
         slot = _held(entry).slot
