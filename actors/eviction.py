@@ -32,7 +32,7 @@ MakePolicy = Callable[[int, int], Policy]
 _OPEN = ""
 """The queue of all namespaces that only the pool bounds: no namespace has an empty name."""
 
-_AHEAD = 128
+AHEAD = 128
 """Where tenants share the pool, a choice frees one block in so many more than is missing: it then pays for several requests."""
 
 
@@ -316,7 +316,7 @@ class _Choice:
         """Take least worth edges from the queues, at most ``spare`` blocks of each; the blocks that frees."""
         freed = 0
         if len(spare) == 1 and _OPEN in spare:
-            return self._take_open(needed + self._evictor._num_blocks // _AHEAD)
+            return self._take_open(needed + self._evictor._num_blocks // AHEAD)
         taken = {name: self._freed.get(name, 0) for name in spare}
         heads = [head for name in spare if (head := self._head(name)) is not None]
         heapify(heads)
@@ -374,7 +374,9 @@ class _Choice:
         queue = self._evictor._queues.get(name)
         if queue is None:
             return None
-        tops = self._tops.setdefault(name, {})
+        tops = self._tops.get(name)
+        if tops is None:
+            tops = self._tops[name] = Tops()
         while True:
             lowest = queue.lowest(tops)
             if lowest is None:

@@ -8,7 +8,7 @@ every exposed leaf has a live entry, provided that ``push`` was called when its 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, NamedTuple, TypeVar
 
 from .policies import Policy, Worth
@@ -42,8 +42,14 @@ class _Top(NamedTuple, Generic[N]):
     unit: int
 
 
-Tops = dict[tuple[int, float], _Top[N]]
-"""What was found on top of each end of each lane, by (lane, sign of its keys)."""
+class Tops(Generic[N]):
+    """The settled tops of all lanes as a heap of (worth, serial, lane, sign of its keys, top), for one choice."""
+
+    __slots__ = ("heads", "serial")
+
+    def __init__(self) -> None:
+        self.heads: list[tuple[Worth, int, int, float, _Top[N]]] = []
+        self.serial = -1
 
 
 class LeafQueue(Generic[N]):
@@ -84,34 +90,39 @@ class LeafQueue(Generic[N]):
         A caller that takes many in a row hands in one ``tops`` for all of them, so that only what has moved is looked at
         again; between two calls with the same ``tops`` nothing may be used or published.
         """
-        known: Tops[N] = {} if tops is None else tops
+        known: Tops[N] = Tops() if tops is None else tops
+        heads, live = known.heads, self._live
         while True:
-            corrections = self._serial
-            best = self._least(known)
-            if self._serial == corrections:
-                return best
-
-    def _least(self, tops: Tops[N]) -> Lowest[N] | None:
-        """One pass over the lanes; a correction may have put something where the pass had been."""
-        best: _Top[N] | None = None
-        live, empty = self._live, False
-        for number in tuple(self._lanes):
+            if known.serial != self._serial:
+                self._settle_all(known)
+            if not heads:
+                return None
+            worth, serial, number, sign, top = heads[0]
+            node = top.entry[2]
+            if live.get(node) == serial:
+                return Lowest(worth, node, top.unit)
             lane = self._lanes[number]
-            for sign, heap in ((1.0, lane.low), (-1.0, lane.high)):
-                if not heap:
-                    continue
-                top, entry = tops.get((number, sign)), heap[0]
-                if top is None or top.entry is not entry or live.get(entry[2]) != entry[1]:
-                    top = self._settle(number, sign, heap)
-                    if top is None:
-                        continue
-                    tops[number, sign] = top
-                if best is None or (top.worth, top.entry[1]) < (best.worth, best.entry[1]):
-                    best = top
-            empty = empty or not lane.low
-        if empty:
-            self._lanes = {number: lane for number, lane in self._lanes.items() if lane.low}
-        return None if best is None else Lowest(best.worth, best.entry[2], best.unit)
+            again = self._settle(number, sign, lane.low if sign > 0 else lane.high)
+            if again is None:
+                heappop(heads)
+            else:
+                heapreplace(heads, (again.worth, again.entry[1], number, sign, again))
+
+    def _settle_all(self, tops: Tops[N]) -> None:
+        """Looks at every end of every lane; again where a correction may have put something where it had been."""
+        heads = tops.heads
+        while tops.serial != self._serial:
+            tops.serial = self._serial
+            heads.clear()
+            for number in tuple(self._lanes):
+                lane = self._lanes[number]
+                for sign, heap in ((1.0, lane.low), (-1.0, lane.high)):
+                    top = self._settle(number, sign, heap) if heap else None
+                    if top is not None:
+                        heads.append((top.worth, top.entry[1], number, sign, top))
+                if not lane.low:
+                    del self._lanes[number]
+        heapify(heads)
 
     def _settle(self, number: int, sign: float, heap: list[tuple[float, int, N]]) -> _Top[N] | None:
         """Drop or correct what is out of date on top of one heap."""

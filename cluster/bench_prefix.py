@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from copyhold.actors.cache_settings import DEFAULT_POLICY
+from copyhold.actors.eviction import AHEAD
 from copyhold.kvcore.commands import Evict, Publish, Release
 from copyhold.kvcore.warm_up import warm_up
 
@@ -180,7 +181,7 @@ def _evict_samples(runs: int) -> list[float]:
         evictor, namespace = prefixes.evictor, prefixes.scopes[0].namespace
         assert prefixes.ledger.gauge().free == 0
         started = time.perf_counter_ns()
-        victims = evictor.choose({namespace: EVICTED})
+        victims = evictor.choose({namespace: EVICTED - LEAVES * LEAF_BLOCKS // AHEAD})
         receipt = prefixes.ledger.apply(Evict(victims.nodes))
         evictor.evicted(victims)
         samples.append((time.perf_counter_ns() - started) / 1e3)
