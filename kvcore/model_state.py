@@ -73,6 +73,7 @@ class Arena:
             pool.free.count = count
         tree.free.count, state.requests.free.count = numbers[:2]
         ledger._log_index, ledger._committed, ledger._machine = numbers[2:]
+        ledger._broken = ""
         tree.tokens[:] = tokens
         for held, saved in zip(tree.edges, edges, strict=True):
             held[:] = saved

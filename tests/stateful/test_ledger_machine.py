@@ -1,9 +1,14 @@
-"""The ledger next to a naive model of dictionaries: same hits, same refusals, same counts, right bytes."""
+"""The ledger next to a naive model of dictionaries: same hits, same refusals, same counts, right bytes.
+
+One machine over one cache group, one over two whose block sizes differ: a page of the index is then two blocks of the one
+and one of the other, and every command acts on both or on neither.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -44,7 +49,11 @@ from copyhold.kvcore.errors import (
 )
 from copyhold.kvcore.ledger import Ledger
 
-PAGE, BLOCKS, SLOTS, LONGEST = 2, 12, 4, 16
+ONE_GROUP = (GroupSpec("full", 2, 12),)
+TWO_GROUPS = (GroupSpec("fine", 2, 13), GroupSpec("coarse", 4, 6))
+SLOTS, LONGEST = 4, 16
+Block = tuple[int, int]
+"""A cache group and a block of it."""
 Prefix = tuple[Scope, tuple[int, ...]]
 
 # Prompts share long stems, so that most admissions meet something indexed, and part of it in mid-edge.
@@ -61,19 +70,21 @@ PROMPTS = st.builds(
 class Model:
     """Who holds which blocks, what is indexed, what every row of the device holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: tuple[GroupSpec, ...]) -> None:
+        self.sizes = [group.block_size for group in groups]
+        self.page = lcm(*self.sizes)
         self.floor = {"a": 1, "b": 1}
-        self.index: dict[Prefix, int] = {}
+        self.index: dict[Prefix, set[Block]] = {}
         self.running: dict[RequestHandle, dict[str, Any]] = {}
-        self.device: dict[tuple[int, int], Prefix] = {}
-        self.copied: dict[int, list[int]] = {}
+        self.device: dict[tuple[Block, int], Prefix] = {}
+        self.copied: dict[int, list[Block]] = {}
 
     def prefix(self, scope: Scope, tokens: list[int], pages: int) -> Prefix:
-        return scope, tuple(tokens[: pages * PAGE])
+        return scope, tuple(tokens[: pages * self.page])
 
     def indexed_pages(self, scope: Scope, tokens: list[int]) -> int:
         pages = 0
-        while pages < len(tokens) // PAGE and self.prefix(scope, tokens, pages + 1) in self.index:
+        while pages < len(tokens) // self.page and self.prefix(scope, tokens, pages + 1) in self.index:
             pages += 1
         return pages
 
@@ -95,37 +106,68 @@ class Model:
             for page in range(request["leased"])
         }
 
-    def used_blocks(self) -> set[int]:
-        held = {block for request in self.running.values() for block in request["blocks"]}
-        return held | set(self.index.values()) | self.read_by_copies()
+    def indexed(self) -> set[Block]:
+        return {block for blocks in self.index.values() for block in blocks}
 
-    def read_by_copies(self) -> set[int]:
+    def held(self) -> set[Block]:
+        """What tables name."""
+        return {block for request in self.running.values() for block in self.table(request)}
+
+    def used(self) -> set[Block]:
+        return self.held() | self.indexed() | self.read_by_copies()
+
+    def read_by_copies(self) -> set[Block]:
         return {block for blocks in self.copied.values() for block in blocks}
 
-    def holders(self, block: int) -> int:
-        return sum(block in request["blocks"] for request in self.running.values())
+    def table(self, request: dict[str, Any]) -> Iterator[Block]:
+        for group, blocks in enumerate(request["blocks"]):
+            yield from ((group, block) for block in blocks)
 
-    def copies(self, handle: RequestHandle) -> bool:
-        """Whether the block under the next row is somebody else's too."""
-        request = self.running[handle]
-        page = request["valid"] // PAGE
-        if request["valid"] % PAGE == 0 or page >= len(request["blocks"]):
-            return False
-        block = request["blocks"][page]
-        return self.holders(block) > 1 or block in self.index.values()
+    def holders(self, block: Block) -> int:
+        return sum(block in self.table(request) for request in self.running.values())
+
+    def shared_tail(self, request: dict[str, Any], group: int) -> Block | None:
+        """The block of one group under the next row, where it is partly filled and somebody else's too."""
+        size, blocks = self.sizes[group], request["blocks"][group]
+        page = request["valid"] // size
+        if request["valid"] % size == 0 or page >= len(blocks):
+            return None
+        block = (group, blocks[page])
+        return block if self.holders(block) > 1 or block in self.indexed() else None
+
+    def page_blocks(self, request: dict[str, Any], page: int) -> set[Block]:
+        """The bundle of one page of the index."""
+        each = [self.page // size for size in self.sizes]
+        return {
+            (group, block)
+            for group, count in enumerate(each)
+            for block in request["blocks"][group][page * count : (page + 1) * count]
+        }
+
+    def rows(
+        self, request: dict[str, Any], first: int, end: int
+    ) -> Iterator[tuple[tuple[Block, int], Prefix]]:
+        """Places of rows [first, end) in every group, and what is to lie there."""
+        for position in range(first, end):
+            content = (request["scope"], tuple(request["tokens"][: position + 1]))
+            for group, size in enumerate(self.sizes):
+                block = request["blocks"][group][position // size]
+                yield ((group, block), position % size), content
 
 
 class LedgerMachine(RuleBasedStateMachine):
     """Each rule applies one command to both; the invariant compares everything and audits."""
 
+    groups = ONE_GROUP
+
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.model = Ledger(), Model()
+        self.ledger, self.model = Ledger(), Model(self.groups)
         self.transaction = self.step = 0
         self.flights: dict[int, list[RowSpan]] = {}
         self.ended: list[RequestHandle] = []
         self.issued: set[BlockHandle] = set()
-        self.ledger.apply(Genesis(b"w", (GroupSpec("full", PAGE, BLOCKS),), SLOTS, LONGEST, "pool"))
+        self.ledger.apply(Genesis(b"w", self.groups, SLOTS, LONGEST, "pool"))
 
     def apply(self, command: Any, refusal: type[LedgerRefusal] | None = None) -> Any:
         before = (self.ledger.committed_digest, self.ledger.machine_digest, self.ledger.log_index)
@@ -135,9 +177,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert before == (self.ledger.committed_digest, self.ledger.machine_digest, self.ledger.log_index)
             return None
         receipt = self.ledger.apply(command)
-        for block in getattr(receipt, "scrub", ()):
-            for row in range(PAGE):
-                self.model.device.pop((block, row), None)
+        scrub = (getattr(receipt, "scrub", ()), *getattr(receipt, "scrub_others", ()))
+        for group, blocks in enumerate(scrub):
+            for key in [(block, row) for block in blocks for row in range(self.model.sizes[group])]:
+                self.model.device.pop(((group, key[0]), key[1]), None)
         for handle in getattr(receipt, "new_blocks", ()):
             assert self.ledger.block(handle) == handle.block
         return receipt
@@ -145,13 +188,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def take(self, request: dict[str, Any], handles: Iterable[BlockHandle]) -> None:
         """New blocks belong to nobody else, were never issued under this handle, hold no foreign byte."""
         for handle in handles:
-            block = handle.block
+            block = (handle.group, handle.block)
             assert handle not in self.issued
             self.issued.add(handle)
-            assert block not in self.model.used_blocks()
+            assert block not in self.model.used()
             owners = {self.model.device[key][0] for key in self.model.device if key[0] == block}
             assert owners <= {request["scope"]}
-            request["blocks"].append(block)
+            request["blocks"][handle.group].append(handle.block)
 
     def evictions(self, data: st.DataObject) -> list[Any]:
         leaves = list(self.ledger.evictable_leaves())
@@ -159,11 +202,27 @@ class LedgerMachine(RuleBasedStateMachine):
             data.draw(st.lists(st.sampled_from(leaves), unique_by=lambda leaf: leaf.handle)) if leaves else []
         )
 
-    def forget(self, blocks: set[int]) -> dict[Prefix, int]:
+    def named(self, leaves: list[Any]) -> set[Block]:
+        """Every block of some leaves; a leaf names those of the first group, its pages have the others."""
+        first = {(0, int(block)) for leaf in leaves for block in leaf.blocks}
+        return {block for blocks in self.model.index.values() if blocks & first for block in blocks}
+
+    def forget(self, blocks: set[Block]) -> dict[Prefix, set[Block]]:
         """Takes blocks out of the index; what it named."""
-        gone = {key: block for key, block in self.model.index.items() if block in blocks}
-        self.model.index = {key: block for key, block in self.model.index.items() if block not in blocks}
+        index = self.model.index
+        gone = {key: bundle for key, bundle in index.items() if bundle & blocks}
+        self.model.index = {key: bundle for key, bundle in index.items() if key not in gone}
         return gone
+
+    def free(self, group: int) -> int:
+        return self.groups[group].num_blocks - sum(owner == group for owner, _ in self.model.used())
+
+    def lacks_room(self, need: list[int], gone: set[Block]) -> bool:
+        """Whether one group lacks blocks, even after the evictions."""
+        return any(
+            count > self.free(group) + sum(owner == group for owner, _ in gone)
+            for group, count in enumerate(need)
+        )
 
     @initialize(first=PROMPTS, second=PROMPTS, running=st.booleans())
     def warm(self, first: list[int], second: list[int], running: bool) -> None:
@@ -199,20 +258,20 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> RequestHandle | None:
         model = self.model
         scope = Scope(namespace, model.floor[namespace], b"w")
-        pages = min(model.indexed_pages(scope, tokens), (len(tokens) - 1) // PAGE) if lookup else 0
-        path = {model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)}
-        need = -(-len(tokens) // PAGE) - pages
+        pages = min(model.indexed_pages(scope, tokens), (len(tokens) - 1) // model.page) if lookup else 0
+        path = [model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)]
+        need = [-(-len(tokens) // size) - pages * model.page // size for size in model.sizes]
         semantic = model.semantic(scope, tokens) if lookup else 0
         self.transaction += 1
         content = np.array(tokens, dtype="<i4").tobytes()
-        own = [leaf for leaf in leaves if path & set(leaf.blocks.tolist())]
+        own = [leaf for leaf in leaves if self.named([leaf]) & set().union(*path)]
         if own:
             named = tuple(leaf.handle for leaf in own)
             self.apply(Admit(self.transaction, scope, content, lookup, named), EvictLiveBlock)
         evict = [leaf for leaf in leaves if leaf not in own]
-        gone = {int(block) for leaf in evict for block in leaf.blocks}
+        gone = self.named(evict)
         command = Admit(self.transaction, scope, content, lookup, tuple(leaf.handle for leaf in evict))
-        if need > BLOCKS - len(model.used_blocks()) + len(gone):
+        if self.lacks_room(need, gone):
             self.apply(command, OutOfMemory)
             return None
         if len(model.running) == SLOTS:
@@ -221,12 +280,15 @@ class LedgerMachine(RuleBasedStateMachine):
         receipt = self.apply(command)
         self.forget(gone)
         event(f"hit of {pages} pages")
-        assert (receipt.match.runtime, receipt.match.semantic) == (pages * PAGE, semantic)
-        shared = [handle.block for handle in receipt.shared_blocks]
-        assert shared == [model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)]
-        request = {"scope": scope, "tokens": list(tokens), "valid": pages * PAGE, "leased": pages}
+        assert (receipt.match.runtime, receipt.match.semantic) == (pages * model.page, semantic)
+        shared: list[list[int]] = [[] for _ in model.sizes]
+        for handle in receipt.shared_blocks:
+            shared[handle.group].append(handle.block)
+        request: dict[str, Any] = {"scope": scope, "tokens": list(tokens), "leased": pages}
+        request |= {"valid": pages * model.page}
         request |= {"blocks": shared, "step": None, "ending": None, "transaction": self.transaction}
         request["cut"] = None
+        assert [model.page_blocks(request, page) for page in range(pages)] == path
         self.take(request, receipt.new_blocks)
         model.running[receipt.request] = request
         return receipt.request
@@ -250,59 +312,67 @@ class LedgerMachine(RuleBasedStateMachine):
             rows.append(RowSpan(handle, request["valid"], count))
         self.do_dispatch(rows, self.evictions(data) if data.draw(st.booleans()) else [])
 
-    def growth(self, row: RowSpan) -> int:
-        held = len(self.model.running[row.request]["blocks"])
-        return max(0, -(-(row.start + row.count) // PAGE) - held)
+    def growth(self, row: RowSpan, group: int) -> int:
+        held = len(self.model.running[row.request]["blocks"][group])
+        return max(0, -(-(row.start + row.count) // self.model.sizes[group]) - held)
 
     def do_dispatch(self, rows: list[RowSpan], evict: list[Any]) -> None:
-        gone = {int(block) for leaf in evict for block in leaf.blocks}
-        forgotten = self.forget(gone)
-        copies = self.expected_copies(rows)
-        need = sum(self.growth(row) for row in rows) + len(copies)
+        forgotten = self.forget(self.named(evict))
+        groups = range(len(self.groups))
+        copies = [self.expected_copies(rows, group) for group in groups]
+        need = [sum(self.growth(row, group) for row in rows) + len(copies[group]) for group in groups]
         self.step += 1
         command = Dispatch(self.step, tuple(rows), tuple(leaf.handle for leaf in evict))
-        if need > BLOCKS - len(self.model.used_blocks()):
+        if self.lacks_room(need, set()):
             self.apply(command, OutOfMemory)
             self.model.index |= forgotten
             return
         receipt = self.apply(command)
-        fresh = list(receipt.new_blocks)
-        assert len(fresh) == need and len(receipt.copies) == len(copies)
-        event(f"{len(copies)} copies")
+        assert len(receipt.new_blocks) == sum(need) and len(receipt.copies) == sum(map(len, copies))
+        event(f"{len(receipt.copies)} copies")
         told = iter(receipt.copies)
-        self.model.copied[self.step] = [source for source, _ in copies.values()]
+        self.model.copied[self.step] = [source for part in copies for source in part.values()]
+        for group in groups:
+            fresh = [handle for handle in receipt.new_blocks if handle.group == group]
+            for row in rows:
+                request, grown = self.model.running[row.request], self.growth(row, group)
+                if row.request in copies[group]:
+                    self.copy(request, fresh.pop(0), copies[group][row.request], next(told))
+                self.take(request, fresh[:grown])
+                fresh = fresh[grown:]
         for row in rows:
-            request, grown = self.model.running[row.request], self.growth(row)
-            if row.request in copies:
-                self.copy(request, fresh.pop(0), *copies[row.request], next(told))
-            self.take(request, fresh[:grown])
-            fresh = fresh[grown:]
+            request = self.model.running[row.request]
             request["step"], request["transaction"] = self.step, None
         self.flights[self.step] = rows
 
-    def expected_copies(self, rows: list[RowSpan]) -> dict[RequestHandle, tuple[int, int]]:
-        """(block, rows) that each request is given a copy of; the last holder keeps the block."""
-        copies: dict[RequestHandle, tuple[int, int]] = {}
+    def expected_copies(self, rows: list[RowSpan], group: int) -> dict[RequestHandle, Block]:
+        """The block of one group that each request is given a copy of; the last holder keeps it."""
+        copies: dict[RequestHandle, Block] = {}
         tables = {handle: request["blocks"] for handle, request in self.model.running.items()}
         for row in rows:
             request = self.model.running[row.request]
-            if self.model.copies(row.request):
-                page = request["valid"] // PAGE
-                copies[row.request] = (request["blocks"][page], request["valid"] % PAGE)
-                request["blocks"] = [*request["blocks"][:page], -1, *request["blocks"][page + 1 :]]
+            source = self.model.shared_tail(request, group)
+            if source is not None:
+                copies[row.request] = source
+                request["blocks"] = [
+                    [-1 if (owner, block) == source else block for block in blocks]
+                    for owner, blocks in enumerate(request["blocks"])
+                ]
         for handle, request in self.model.running.items():
             request["blocks"] = tables[handle]
         return copies
 
-    def copy(self, request: dict[str, Any], target: BlockHandle, source: int, rows: int, told: Any) -> None:
+    def copy(self, request: dict[str, Any], target: BlockHandle, source: Block, told: Any) -> None:
         """The device carries a copy out."""
-        assert (told.group, told.source, told.target, told.rows) == (0, source, target.block, rows)
-        blocks = request["blocks"]
-        page = blocks.index(source)
-        self.take({**request, "blocks": []}, [target])
-        request["blocks"] = [*blocks[:page], target.block, *blocks[page + 1 :]]
+        group, block = source
+        rows = request["valid"] % self.model.sizes[group]
+        assert (told.group, told.source, told.target, told.rows) == (group, block, target.block, rows)
+        blocks = request["blocks"][group]
+        page = blocks.index(block)
+        self.take({**request, "blocks": [[] for _ in self.groups]}, [target])
+        request["blocks"][group] = [*blocks[:page], target.block, *blocks[page + 1 :]]
         for row in range(rows):
-            self.model.device[(target.block, row)] = self.model.device[(source, row)]
+            self.model.device[((group, target.block), row)] = self.model.device[(source, row)]
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data())
@@ -319,9 +389,7 @@ class LedgerMachine(RuleBasedStateMachine):
         discarded = tuple(index for index, outcome in enumerate(outcomes) if outcome == "discard")
         for index, row in enumerate(rows):
             request = self.model.running[row.request]
-            for position in range(row.start, row.start + row.count):
-                key = (request["blocks"][position // PAGE], position % PAGE)
-                self.model.device[key] = (request["scope"], tuple(request["tokens"][: position + 1]))
+            self.model.device.update(self.model.rows(request, row.start, row.start + row.count))
             if outcomes[index] == "sample" and row.start + row.count == len(request["tokens"]):
                 sampled.append((index, tokens[index]))
         del self.model.copied[step]
@@ -330,7 +398,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for index, row in enumerate(rows):
             request = self.model.running[row.request]
             end = row.start if index in discarded else row.start + row.count
-            assert receipt.sealed[index] == end // PAGE - row.start // PAGE
+            assert receipt.sealed[index] == end // self.model.page - row.start // self.model.page
             request["valid"], request["step"] = end, None
             request["tokens"] += [chosen[index]] if index in chosen else []
             if request["cut"] is not None:
@@ -361,12 +429,12 @@ class LedgerMachine(RuleBasedStateMachine):
         receipt = self.apply(Publish(tuple(handles)))
         for handle, entry in zip(handles, receipt.entries, strict=True):
             request = model.running[handle]
-            full = request["valid"] // PAGE
-            known = model.indexed_pages(request["scope"], request["tokens"][: full * PAGE])
-            assert (entry.tokens_before, entry.tokens_after) == (known * PAGE, full * PAGE)
+            full = request["valid"] // model.page
+            known = model.indexed_pages(request["scope"], request["tokens"][: full * model.page])
+            assert (entry.tokens_before, entry.tokens_after) == (known * model.page, full * model.page)
             for page in range(known, full):
                 key = model.prefix(request["scope"], request["tokens"], page + 1)
-                model.index[key] = request["blocks"][page]
+                model.index[key] = model.page_blocks(request, page)
             request["leased"] = max(request["leased"], full if full > known else 0)
 
     @precondition(lambda self: self.model.running)
@@ -397,9 +465,8 @@ class LedgerMachine(RuleBasedStateMachine):
         elif len(model.running) + children > SLOTS:
             self.apply(Fork(handle, children), SlotsExhausted)
         else:
-            blocks = request["blocks"][: -(-request["valid"] // PAGE)]
             for child in self.apply(Fork(handle, children)).children:
-                model.running[child] = {**request, "blocks": list(blocks), "transaction": None}
+                model.running[child] = {**request, "blocks": self.kept(request), "transaction": None}
                 model.running[child]["tokens"] = list(request["tokens"])
 
     @precondition(lambda self: self.model.running)
@@ -418,29 +485,33 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             self.cut(handle, count)
 
+    def kept(self, request: dict[str, Any]) -> list[list[int]]:
+        """The tables as far as there are valid rows."""
+        pairs = zip(request["blocks"], self.model.sizes, strict=True)
+        return [blocks[: -(-request["valid"] // size)] for blocks, size in pairs]
+
     def cut(self, handle: RequestHandle, count: int) -> None:
         request = self.model.running[handle]
         request["tokens"] = request["tokens"][:count]
         request["valid"] = min(request["valid"], len(request["tokens"]) - 1)
-        request["blocks"] = request["blocks"][: -(-request["valid"] // PAGE)]
+        request["blocks"] = self.kept(request)
         request["cut"] = None
         # A lease ends where an edge ends; where edges end is the tree's affair.
         state = self.ledger.state
         request["leased"] = state.tree.end_page(int(state.requests.terminal.array[handle.slot]))
-        assert request["leased"] * PAGE <= request["valid"]
+        assert request["leased"] * self.model.page <= request["valid"]
 
     @rule(namespace=st.sampled_from(["a", "b"]))
     def reset(self, namespace: str) -> None:
         model = self.model
         scope = Scope(namespace, model.floor[namespace], b"w")
-        mine = {key: block for key, block in model.index.items() if key[0] == scope}
-        held = {block for request in model.running.values() for block in request["blocks"]}
-        held |= model.read_by_copies()
-        if set(mine.values()) & held or set(mine) & model.leased():
+        mine = {key for key in model.index if key[0] == scope}
+        blocks = {block for key in mine for block in model.index[key]}
+        if blocks & (model.held() | model.read_by_copies()) or mine & model.leased():
             self.apply(Reset(scope), ResetWithLiveReferences)
             return
-        assert self.apply(Reset(scope)).freed_blocks == len(mine)
-        self.forget(set(mine.values()))
+        assert self.apply(Reset(scope)).freed_blocks == len(blocks)
+        self.forget(blocks)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data())
@@ -450,7 +521,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         leaves = self.evictions(data)
-        gone = {int(block) for leaf in leaves for block in leaf.blocks}
+        gone = self.named(leaves)
         receipt = self.apply(Evict(tuple(leaf.handle for leaf in leaves)))
         assert receipt.freed_blocks == len(gone)
         self.forget(gone)
@@ -485,7 +556,7 @@ class LedgerMachine(RuleBasedStateMachine):
         model = self.model
         model.floor[namespace] += 1
         receipt = self.apply(AdvanceGeneration(namespace, model.floor[namespace]))
-        model.index = {key: block for key, block in model.index.items() if key[0].namespace != namespace}
+        model.index = {key: bundle for key, bundle in model.index.items() if key[0].namespace != namespace}
         for request in model.running.values():
             if request["scope"].namespace == namespace:
                 request["leased"] = 0
@@ -495,23 +566,24 @@ class LedgerMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         model, ledger = self.model, self.ledger
         audit(ledger)
-        gauge = ledger.gauge()
-        held = {block for request in model.running.values() for block in request["blocks"]}
-        leased = model.leased()
-        idle = {block for key, block in model.index.items() if key not in leased and block not in held}
-        idle -= model.read_by_copies()
-        assert gauge.free == BLOCKS - len(model.used_blocks()) and gauge.evictable == len(idle)
+        held, leased = model.held() | model.read_by_copies(), model.leased()
+        kept = {key for key in model.index if key in leased}
+        idle = {block for key in set(model.index) - kept for block in model.index[key]} - held
+        for group in range(len(self.groups)):
+            gauge = ledger.gauge(group)
+            assert gauge.free == self.free(group)
+            assert gauge.evictable == sum(owner == group for owner, _ in idle)
         assert set(ledger.running()) == set(model.running)
         for handle, request in model.running.items():
             view = ledger.request(handle)
             assert (view.valid_rows, view.in_flight) == (request["valid"], request["step"] is not None)
             assert ledger.request_tokens(handle).tolist() == request["tokens"]
-            assert ledger.tables[handle.slot, : view.num_blocks].tolist() == request["blocks"]
-            for position in range(request["valid"]):
-                row = model.device[(request["blocks"][position // PAGE], position % PAGE)]
-                assert row == (request["scope"], tuple(request["tokens"][: position + 1]))
+            for group, blocks in enumerate(request["blocks"]):
+                assert ledger.table(handle, group).tolist() == blocks
+            for place, content in model.rows(request, 0, request["valid"]):
+                assert model.device[place] == content
         for (block, _), (scope, _) in model.device.items():
-            assert scope.generation >= model.floor[scope.namespace] or block in held | model.read_by_copies()
+            assert scope.generation >= model.floor[scope.namespace] or block in held
 
     def teardown(self) -> None:
         """Whatever happened, everything can be given back."""
@@ -522,9 +594,20 @@ class LedgerMachine(RuleBasedStateMachine):
         while self.ledger.evictable_leaves():
             self.apply(Evict(tuple(leaf.handle for leaf in self.ledger.evictable_leaves())))
         audit(self.ledger)
-        assert self.ledger.gauge().free == BLOCKS
+        for group, spec in enumerate(self.groups):
+            assert self.ledger.gauge(group).free == spec.num_blocks
 
+
+class TwoGroupMachine(LedgerMachine):
+    """The same rules over two cache groups."""
+
+    groups = TWO_GROUPS
+
+
+EXAMPLES = int(os.environ.get("COPYHOLD_LEDGER_EXAMPLES", "200"))
+_LIVES = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)
 
 TestLedgerMachine = LedgerMachine.TestCase
-EXAMPLES = int(os.environ.get("COPYHOLD_LEDGER_EXAMPLES", "200"))
-TestLedgerMachine.settings = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)
+TestLedgerMachine.settings = _LIVES
+TestTwoGroupMachine = TwoGroupMachine.TestCase
+TestTwoGroupMachine.settings = _LIVES

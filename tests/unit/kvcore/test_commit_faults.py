@@ -7,15 +7,12 @@ fails the test.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from copyhold.kvcore import loops
 from copyhold.kvcore.audit import audit
 from copyhold.kvcore.commands import (
     Abort,
@@ -38,22 +35,10 @@ from copyhold.kvcore.commands import (
 from copyhold.kvcore.errors import LedgerBroken, OutOfMemory
 from copyhold.kvcore.ledger import Ledger
 from copyhold.kvcore.log import Recorder, read_log
+from copyhold.kvcore.model_faults import PlantedFault, WriteSites, write_sites
 
 GROUPS = (GroupSpec("small", 2, 24), GroupSpec("large", 4, 16))
 SCOPE = Scope("a", 1, b"w")
-
-
-class Planted(RuntimeError):
-    """The injected fault."""
-
-
-def _write_sites() -> list[str]:
-    found = []
-    for name, loop in sorted(vars(loops).items()):
-        plain = getattr(loop, "py_func", None)
-        if plain is not None and not name.startswith("_") and "sums" in inspect.signature(plain).parameters:
-            found.append(name)
-    return found
 
 
 def _life(ledger: Ledger) -> Iterator[Command]:
@@ -94,49 +79,32 @@ def _life(ledger: Ledger) -> Iterator[Command]:
     yield admit(5, *range(8), 90, 91, 92, 93)
     yield Dispatch(4, rows(0))
     yield Complete(4)
+    yield Truncate(ledger.running()[0], 11)
     yield Publish(ledger.running())
     yield Release(ledger.running()[0], "finish")
     yield Evict(tuple(leaf.handle for leaf in ledger.evictable_leaves()[:1]))
     yield Reset(SCOPE)
 
 
-class _Counting:
-    """Counts calls of write sites; the call number `fail_at` raises instead of writing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> None:
-        self.calls: list[str] = []
-        self._fail_at = fail_at
-        for name in _write_sites():
-            monkeypatch.setattr(loops, name, self._wrapped(name, getattr(loops, name)))
-
-    def _wrapped(self, name: str, loop: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any) -> Any:
-            self.calls.append(name)
-            if len(self.calls) - 1 == self._fail_at:
-                raise Planted(name)
-            return loop(*arguments)
-
-        return called
-
-
-def test_every_write_site_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting, ledger = _Counting(monkeypatch, None), Ledger()
-    for command in _life(ledger):
-        ledger.apply(command)
-        audit(ledger)
-    assert set(_write_sites()) - set(counting.calls) == set()
+def test_every_write_site_is_reached() -> None:
+    with WriteSites() as writes:
+        ledger = Ledger()
+        for command in _life(ledger):
+            ledger.apply(command)
+            audit(ledger)
+    assert len(write_sites()) > 10 and set(write_sites()) - set(writes.calls) == set()
 
 
 def _steps() -> list[tuple[str, int, int]]:
     """(kind, index of the command, write of that command) for every write of every command but Genesis."""
-    with pytest.MonkeyPatch.context() as patch:
-        counting, ledger = _Counting(patch, None), Ledger()
+    with WriteSites() as writes:
+        ledger = Ledger()
         found = []
         for index, command in enumerate(_life(ledger)):
-            before = len(counting.calls)
+            writes.begin()
             ledger.apply(command)
             if index:
-                found += [(type(command).__name__, index, at) for at in range(len(counting.calls) - before)]
+                found += [(type(command).__name__, index, at) for at in range(len(writes.calls))]
     return found
 
 
@@ -160,9 +128,9 @@ def _check_fault(log: Path, index: int, at: int) -> None:
     recorder.close()
     command = next(life)
     committed, machine = ledger.committed_digest, ledger.machine_digest
-    with pytest.MonkeyPatch.context() as patch:
-        _Counting(patch, at)
-        with pytest.raises(Planted):
+    with WriteSites() as writes:
+        writes.begin(at)
+        with pytest.raises(PlantedFault):
             ledger.apply(command)
     assert (ledger.committed_digest, ledger.machine_digest, ledger.log_index) == (committed, machine, index)
     with pytest.raises(LedgerBroken):

@@ -11,6 +11,7 @@ import pytest
 from copyhold.kvcore import ledger as ledger_module
 from copyhold.kvcore import loops
 from copyhold.kvcore.commands import Abort, Admit, Complete, Dispatch, Genesis, Publish, Release
+from copyhold.kvcore.ledger import Ledger
 from copyhold.kvcore.model_check import (
     DEEP,
     EXPECTED_MOVES,
@@ -20,6 +21,7 @@ from copyhold.kvcore.model_check import (
     explore,
     explore_all,
 )
+from copyhold.kvcore.model_faults import PlantedFault, write_sites
 from copyhold.kvcore.model_state import Arena, canonical_key
 from copyhold.kvcore.requests import RequestTable
 from copyhold.kvcore.state import LedgerState
@@ -29,18 +31,60 @@ MOST_STATES = 500
 
 
 def test_a_small_space_is_seen_completely_twice_alike() -> None:
-    first = explore(SMALL)
+    first = explore(SMALL, fault_states=1)
     assert first.complete and not first.violations and first.states > 1500
-    assert first == explore(SMALL)
-    assert explore_all((SMALL,)) == first
+    assert first == explore(SMALL, fault_states=1)
 
 
 def test_every_move_and_every_refusal_occurs() -> None:
-    deep, wide = explore(DEEP), explore(Bounds(), 2500)
+    deep, wide = explore(DEEP, fault_states=1), explore(Bounds(), 2500, 1)
     assert deep.complete and not deep.violations and not wide.violations, wide.text()
     assert set(deep.moves) | set(wide.moves) == EXPECTED_MOVES
     assert set(deep.refusals) | set(wide.refusals) == EXPECTED_REFUSALS
     assert not wide.document()["ok"], "a search that was cut short proves nothing"
+
+
+def test_every_write_of_every_sequence_is_interrupted() -> None:
+    deep, wide = explore(DEEP, fault_states=4), explore(Bounds(), 1500, 4)
+    assert deep.write_paths > 30 and wide.write_paths > 30
+    assert set(deep.faults) | set(wide.faults) == set(write_sites())
+    figures = deep.document()["faults"]
+    assert figures["injected"] == sum(deep.faults.values()) > 1000
+    both = explore_all((DEEP,))
+    assert both.faults.keys() == deep.faults.keys() and both.fault_states > deep.fault_states
+
+
+def _goes_on(self: Ledger, command: Any) -> Any:
+    """Half a command is done, and nobody is told."""
+    digests = self._committed, self._machine
+    self._broken = ""
+    try:
+        return _APPLY(self, command)
+    except PlantedFault:
+        self._broken, (self._committed, self._machine) = "", digests
+        raise
+
+
+def _swallows(self: Ledger, command: Any) -> Any:
+    try:
+        return _APPLY(self, command)
+    except PlantedFault:
+        return None
+
+
+_APPLY = Ledger._apply
+
+
+@pytest.mark.parametrize(
+    ("plant", "finding"), [(_goes_on, "the ledger went on"), (_swallows, "the command was accepted")]
+)
+def test_a_ledger_that_lives_on_after_half_a_commit_is_found(
+    monkeypatch: pytest.MonkeyPatch, plant: Any, finding: str
+) -> None:
+    monkeypatch.setattr(Ledger, "_apply", plant)
+    (violation,) = explore(SMALL, MOST_STATES).violations
+    assert finding in violation.what or "Error" in violation.what, violation
+    assert len(violation.trace) == 2
 
 
 def test_a_snapshot_is_the_whole_state() -> None:
