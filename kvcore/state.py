@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import loops
+from .checked import SLOT_ID_LIMIT
 from .columns import Digested, Records
 from .commands import BlockHandle, Genesis, NodeHandle
 from .digest import Array, bytes_fingerprint, position_weights
@@ -116,6 +117,8 @@ class LedgerState:
 
     def read_prompt(self, transaction: int, content: bytes) -> Array:
         """Token ids int32 [n] of a prompt. Raises a refusal when it is empty, malformed or too long."""
+        if not isinstance(content, bytes):
+            raise MalformedCommand("tokens", f"not bytes: {content!r:.60}")
         if len(content) % 4:
             raise MalformedCommand("tokens", f"{len(content)} bytes")
         tokens = np.frombuffer(content, dtype=_TOKENS).astype(np.int32, copy=False)
@@ -176,8 +179,10 @@ def plan_genesis(command: Genesis) -> Genesis:
                 raise MalformedCommand(field, str(size))
         rows = group.block_size * group.num_blocks
         cells = command.max_requests * -(-command.max_model_len // group.block_size)
-        if rows >= LARGEST_COUNTER or cells >= LARGEST_COUNTER:
-            raise MalformedCommand("num_blocks", f"{rows} rows, {cells} table cells")
+        if rows > SLOT_ID_LIMIT or cells > SLOT_ID_LIMIT:
+            raise MalformedCommand(
+                "num_blocks", f"{group.num_blocks} of {group.block_size} rows, {cells} table cells"
+            )
     if lcm(*[group.block_size for group in command.groups]) >= _LARGEST:
         raise MalformedCommand("block_size", "the alignment of the groups is beyond 2^31")
     if not command.incarnation:

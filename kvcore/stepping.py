@@ -248,6 +248,8 @@ def _samples_of(command: Complete | PackedComplete) -> tuple[Array, Array]:
 
 
 def _packed(field: str, content: bytes, width: int) -> Array:
+    if not isinstance(content, bytes):
+        raise MalformedCommand(field, f"not bytes: {content!r:.60}")
     if len(content) % (width * _ITEM_BYTES):
         raise MalformedCommand(field, f"{len(content)} bytes")
     return np.frombuffer(content, dtype="<i8").astype(np.int64).reshape(-1, width)
@@ -255,9 +257,12 @@ def _packed(field: str, content: bytes, width: int) -> Array:
 
 def _integers(field: str, values: list[Any], width: int) -> Array:
     try:
-        return np.array(values, dtype=np.int64).reshape(-1, width)
-    except (OverflowError, ValueError):
-        raise MalformedCommand(field, f"not pairs of 64-bit numbers: {values[:4]}") from None
+        numbers = np.array(values).reshape(-1, width)
+    except ValueError:
+        numbers = np.empty((1, width), dtype=np.object_)
+    if len(numbers) and numbers.dtype != np.int64:
+        raise MalformedCommand(field, f"not rows of {width} 64-bit integers: {values[:4]}")
+    return numbers.astype(np.int64)
 
 
 def _row_refusal(
