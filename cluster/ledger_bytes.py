@@ -7,6 +7,7 @@ nothing adds up figures of two questions. Neither Ray, torch nor numba is import
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Any
 
 import msgspec
@@ -104,6 +105,46 @@ def ledger_bytes(
     }
 
 
+def parse_group(text: str, base: RowGeometry) -> tuple[str, RowGeometry]:
+    """`NAME:LAYERS:BLOCK_SIZE` or `NAME:LAYERS:BLOCK_SIZE:KV_HEADS:HEAD_DIM`; the rest is `base`'s. Raises: UsageError."""
+    name, *numbers = text.split(":")
+    if not name or len(numbers) not in (2, 4):
+        raise UsageError(
+            f"--group {text!r}: give NAME:LAYERS:BLOCK_SIZE or NAME:LAYERS:BLOCK_SIZE:KV_HEADS:HEAD_DIM"
+        )
+    counts = parse_numbers(",".join(numbers), "--group")
+    if 0 in counts:
+        raise UsageError(f"--group {text!r}: a group has at least one of each")
+    names = ("num_layers", "block_size", "kv_heads", "head_dim")
+    return name, msgspec.structs.replace(base, **dict(zip(names, counts, strict=False)))
+
+
+def group_ledger_bytes(
+    lengths: Sequence[int], groups: Sequence[tuple[str, RowGeometry]], shared_rows: int = 0
+) -> dict[str, Any]:
+    """The same of several cache groups that all hold every row, each in its own blocks.
+
+    Of the leading `shared_rows` all groups share whole pages of the index, the least common multiple of their block
+    sizes. `totals` are the sums over the groups by rank. Raises: UsageError.
+    """
+    names = [name for name, _ in groups]
+    if len(set(names)) != len(names) or len({geometry.ranks for _, geometry in groups}) != 1:
+        raise UsageError(f"cache groups {names}: names are distinct, all are split over the same ranks")
+    page = lcm(*[geometry.block_size for _, geometry in groups])
+    shared = shared_rows // page * page
+    found = [{"name": name, **ledger_bytes(lengths, geometry, None, shared)} for name, geometry in groups]
+    totals = [
+        {
+            "rank": rank,
+            "stored": sum(part["unique_physical"]["capacity"] for part in parts),
+            "tail": sum(part["unique_physical"]["tail"] for part in parts),
+            "avoided": sum(part["savings"]["capacity"] for part in parts),
+        }
+        for rank, parts in enumerate(zip(*[document["ranks"] for document in found], strict=True))
+    ]
+    return {"source": "groups", "alignment": page, "shared_rows": shared, "groups": found, "totals": totals}
+
+
 def server_ledger_bytes(pool: Mapping[str, Any], ranks: Mapping[str, Any]) -> dict[str, Any]:
     """The same of a running server: answers of ``AdminClient.pool`` and ``AdminClient.ranks``.
 
@@ -124,9 +165,17 @@ def server_ledger_bytes(pool: Mapping[str, Any], ranks: Mapping[str, Any]) -> di
 
 
 def ledger_bytes_text(document: Mapping[str, Any]) -> str:
-    """Either document as aligned columns."""
+    """Any of the documents as aligned columns."""
     lines: list[str] = []
-    if document["source"] == "lengths":
+    if document["source"] == "groups":
+        for group in document["groups"]:
+            lines += [f"cache group {group['name']}", ledger_bytes_text(group), ""]
+        cells = [
+            (f"rank {total['rank']}", *[str(total[part]) for part in ("stored", "tail", "avoided")])
+            for total in document["totals"]
+        ]
+        lines += [_title("all cache groups"), table(cells, ("bytes", "stored", "tail", "avoided"))]
+    elif document["source"] == "lengths":
         for rank in document["ranks"]:
             lines += [
                 _title(f"rank {rank['rank']}: {rank['row_bytes']} bytes a row"),

@@ -38,6 +38,12 @@ def ledger_bytes_command(
     dtype: Annotated[str, typer.Option("--dtype", help="Of K and V.")] = "float32",
     block_size: Annotated[int, typer.Option("--block-size", min=1)] = 16,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share the KV heads.")] = 1,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--group", metavar="NAME:LAYERS:BLOCK_SIZE[:KV_HEADS:HEAD_DIM]", help="A cache group; repeat."
+        ),
+    ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="The pools of the running server.")] = False,
     config_file: ConfigFile = None,
     state_dir: StateDir = None,
@@ -47,12 +53,16 @@ def ledger_bytes_command(
     from .admin_client import AdminClient
     from .ledger_bytes import (
         RowGeometry,
+        group_ledger_bytes,
         ledger_bytes,
         ledger_bytes_text,
+        parse_group,
         parse_numbers,
         server_ledger_bytes,
     )
 
+    if admin and groups:
+        raise UsageError("--group is for given --lengths")
     if admin == (lengths is not None):
         raise UsageError("give either --lengths or --admin")
     if lengths is None:
@@ -61,7 +71,13 @@ def ledger_bytes_command(
     else:
         geometry = RowGeometry(layers, kv_heads, head_dim, dtype, dtype, block_size, tp)
         rows = None if reserved is None else parse_numbers(reserved, "--reserved")
-        document = ledger_bytes(parse_numbers(lengths, "--lengths"), geometry, rows, shared)
+        counts = parse_numbers(lengths, "--lengths")
+        if groups and rows is not None:
+            raise UsageError("--reserved is for one cache group, leave out --group")
+        if groups:
+            document = group_ledger_bytes(counts, [parse_group(group, geometry) for group in groups], shared)
+        else:
+            document = ledger_bytes(counts, geometry, rows, shared)
     Output(json).emit({"ok": True, **document}, ledger_bytes_text(document))
 
 

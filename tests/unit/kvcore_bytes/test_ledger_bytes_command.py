@@ -13,8 +13,10 @@ from copyhold.cluster.errors import UsageError
 from copyhold.cluster.ledger_bytes import (
     PoolFiguresUnusable,
     RowGeometry,
+    group_ledger_bytes,
     ledger_bytes,
     ledger_bytes_text,
+    parse_group,
     parse_numbers,
     server_ledger_bytes,
 )
@@ -81,6 +83,37 @@ def test_wrong_calls_are_usage_errors(
 ) -> None:
     with pytest.raises(UsageError):
         ledger_bytes(lengths, geometry, **options)
+
+
+def test_cache_groups_sum_up_and_share_whole_pages_of_the_index() -> None:
+    base = RowGeometry(kv_heads=2, head_dim=8, ranks=2)
+    groups = [parse_group("full:3:16", base), parse_group("coarse:1:24:4:16", base)]
+    assert groups[1][1] == RowGeometry(1, 4, 16, "float32", "float32", 24, 2)
+    document = group_ledger_bytes([100, 100], groups, shared_rows=99)
+    assert (document["alignment"], document["shared_rows"]) == (48, 96)
+    assert document["groups"][0]["ranks"] == ledger_bytes([100, 100], groups[0][1], None, 96)["ranks"]
+    for total in document["totals"]:
+        parts = [group["ranks"][total["rank"]] for group in document["groups"]]
+        assert total["stored"] == sum(part["unique_physical"]["capacity"] for part in parts) > 0
+        assert total["avoided"] == sum(part["savings"]["capacity"] for part in parts) > 0
+    text = ledger_bytes_text(document)
+    assert "cache group coarse" in text and "all cache groups" in text and "rank 1" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["full", "full:3", ":3:16", "full:3:16:4", "full:0:16", "full:x:16", "full:3:-1"]
+)
+def test_a_senseless_group_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UsageError, match="--group"):
+        parse_group(text, RowGeometry())
+
+
+def test_groups_have_distinct_names_and_equal_ranks() -> None:
+    one = RowGeometry()
+    with pytest.raises(UsageError, match="distinct"):
+        group_ledger_bytes([5], [("a", one), ("a", one)])
+    with pytest.raises(UsageError, match="same ranks"):
+        group_ledger_bytes([5], [("a", one), ("b", RowGeometry(ranks=2))])
 
 
 def test_numbers_of_an_option() -> None:
