@@ -101,7 +101,7 @@ def test_every_command_and_option_exists() -> None:
 def test_every_option_named_alone_is_a_setting_of_some_command() -> None:
     def options(command: object) -> Iterator[str]:
         for parameter in getattr(command, "params", ()):
-            yield from parameter.opts
+            yield from [*parameter.opts, *parameter.secondary_opts]
         for child in getattr(command, "commands", {}).values():
             yield from options(child)
 
