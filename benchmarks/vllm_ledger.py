@@ -2,7 +2,8 @@
 
 Run by the interpreter of its own environment (``make bench-peers``), never imported. One thread, blocks of 16 tokens, prefix
 caching on. Every choice favours vLLM: prompts are hashed beforehand, outputs are appended outside the clock, no command is
-decoded, pools are empty beside what a row measures, and nothing it has to evict is left in them.
+decoded, pools are empty beside what a row measures, nothing it has to evict is left in them, and the garbage collector does
+not walk what was made before.
 """
 
 # pyright: reportMissingImports=false
@@ -68,6 +69,8 @@ class Manager:
             assert self.allocate(request)[1] is not None
             request.num_computed_tokens, request.status = tokens, RequestStatus.RUNNING
             made.append(request)
+        gc.collect()
+        gc.freeze()
         return made
 
     def decode_us(self, running: list[Any], runs: int) -> list[float]:
@@ -113,12 +116,9 @@ def main(runs: int, decoding: list[int], pools: list[int]) -> Samples:
         tokens = SHORT_TOKENS if count <= 256 else 33
         running = manager.running(count, tokens)
         found[f"decode step {count}"] = manager.decode_us(running, min(runs, 30))
-        gc.collect()
     for blocks in pools:
         manager = Manager(blocks, hasher)
         found[f"pool {blocks}"] = manager.decode_us(manager.running(16, 33), min(runs, 30))
-        del manager
-        gc.collect()
     return found
 
 
