@@ -162,16 +162,28 @@ def _malformed(kind: str, command: Any, field: str, value: str) -> Bad:
 
 IDLE = RequestHandle(1, 1)
 BIG = np.array([70, 71], dtype="<i8")
+
+
+def _odd(kind: Any, *fields: Any) -> Any:
+    """A command whose fields are not what its class declares."""
+    return kind(*fields)
+
+
 THE_LIST = [
-    _malformed("dtype", Admit(7, SCOPE, BIG), "tokens", "not bytes: array([70, 71])"),  # type: ignore[arg-type]
+    _malformed("dtype", _odd(Admit, 7, SCOPE, BIG), "tokens", "not bytes: array([70, 71])"),
     _malformed("dtype", Admit(7, SCOPE, BIG.astype("<i2").tobytes()[:3]), "tokens", "3 bytes"),
-    _malformed("dtype", PackedDispatch(7, memoryview(b"")), "rows", "not bytes: <memory"),  # type: ignore[arg-type]
+    _malformed("dtype", _odd(PackedDispatch, 7, memoryview(b"")), "rows", "not bytes: <memory"),
     _malformed("dtype", PackedDispatch(7, BIG.tobytes()), "rows", "16 bytes"),
-    _malformed("dtype", Complete(1, ((0, 1.5),)), "sampled", "not rows of 2 64-bit integers: [(0, 1.5)]"),  # type: ignore[arg-type]
     _malformed(
-        "dtype", Complete(1, ((0, True),), ("0",)), "discarded", "not rows of 1 64-bit integers: [('0',)]"
-    ),  # type: ignore[arg-type]
-    _malformed("dtype", Complete(1, ((0,),)), "sampled", "not rows of 2 64-bit integers: [(0,)]"),  # type: ignore[arg-type]
+        "dtype", _odd(Complete, 1, ((0, 1.5),)), "sampled", "not rows of 2 64-bit integers: [(0, 1.5)]"
+    ),
+    _malformed(
+        "dtype",
+        _odd(Complete, 1, ((0, True),), ("0",)),
+        "discarded",
+        "not rows of 1 64-bit integers: [('0',)]",
+    ),
+    _malformed("dtype", _odd(Complete, 1, ((0,),)), "sampled", "not rows of 2 64-bit integers: [(0,)]"),
     _malformed("negative", Dispatch(7, (RowSpan(IDLE, 0, -3),)), "count", "-3"),
     _malformed("negative", Admit(-2, SCOPE, bytes(4)), "transaction", "-2"),
     Bad(
