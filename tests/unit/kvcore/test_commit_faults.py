@@ -84,6 +84,12 @@ def _life(ledger: Ledger) -> Iterator[Command]:
     yield Release(ledger.running()[0], "finish")
     yield Evict(tuple(leaf.handle for leaf in ledger.evictable_leaves()[:1]))
     yield Reset(SCOPE)
+    yield admit(6, *range(9), namespace="c")
+    yield Dispatch(5, rows(0))
+    yield Complete(5)
+    yield Publish(ledger.running())
+    yield Release(ledger.running()[0], "finish")
+    yield AdvanceGeneration("c", 2)
 
 
 def test_every_write_site_is_reached() -> None:
