@@ -1,7 +1,8 @@
 # make demo   install what is missing, then run the demonstration
 # make test   install what is missing, then run the whole test suite
 # make serve  install what is missing, then serve until Ctrl-C
-# make soak   20,000 lives of the ledger over one cache group and as many over two, its exhaustive check, and every kind of process killed twenty times
+# make soak   20,000 lives of the ledger over one cache group and as many over two, its exhaustive check, and every kind of
+#             process killed twenty times
 # make bench-peers  vLLM and SGLang in an environment of their own, as peers of `copyhold bench`
 # make check  ruff, pyright, import arrows
 # make clean  remove everything that these made in this folder
