@@ -22,7 +22,7 @@ CONTROLS = ("generations", "digests", "receipts")
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = {path.stem: path for path in (_FOLDER.parent / "kvcore").glob("*.py")}
 _SOURCES["bench_load"] = _FOLDER / "bench_load.py"
-_FACTS = {"fresh", "scrub", "copies", "facts", "shared_parts", "fresh_parts", "scrub_parts"}
+_FACTS = {"admitted", "fresh", "scrub", "copies", "facts", "shared_parts", "fresh_parts", "scrub_parts"}
 _FACTS |= {"first_scrub", "other_scrub"}
 _BARE_ANSWER = "return __import__('types').SimpleNamespace(**fields) if fields else None"
 _KEPT_FIELDS = {"request", "children"}
@@ -97,6 +97,9 @@ class _NoGenerations(ast.NodeTransformer):
         if not _names(node) & {"SLOT_GENERATION", "generation"}:
             return node
         return ast.Constant(isinstance(node.ops[0], ast.Eq))
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        return ast.Constant(0) if _names(node) >= {"generation", "array"} else node
 
     def visit_Dict(self, node: ast.Dict) -> ast.Dict:
         pairs = [
