@@ -89,6 +89,8 @@ class _NoGenerations(ast.NodeTransformer):
         return ast.Pass() if _names(node) & {"GENERATION", "SLOT_GENERATION"} else node
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        if isinstance(node.targets[0], ast.Subscript) and "SLOT_GENERATION" in _names(node.targets[0]):
+            return ast.Pass()
         if isinstance(node.value, ast.Subscript) and "GENERATION" in _names(node.value):
             node.value = ast.Constant(0)
         return self.generic_visit(node)  # type: ignore[return-value]
@@ -161,6 +163,7 @@ def _without_facts(body: list[ast.stmt]) -> list[ast.stmt]:
         elif isinstance(node, ast.Return) and isinstance(node.value, ast.Dict):
             node.value = _kept_fields(node.value)
         elif _collects(node):
+            kept += _effect(node)
             continue
         kept.append(node)
     return kept
@@ -186,6 +189,15 @@ def _collects(node: ast.stmt) -> bool:
         return False
     call = node.value.func if isinstance(node.value, ast.Call) else None
     return call is None or (isinstance(call, ast.Name) and call.id == "scrub_ids")
+
+
+def _effect(node: ast.stmt) -> list[ast.stmt]:
+    """What is left of `facts.append(pool.method(...))`: the method's work."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
+        gathered = node.value.args[0]
+        if isinstance(gathered, ast.Call) and isinstance(gathered.func, ast.Attribute):
+            return [ast.Expr(gathered)]
+    return []
 
 
 def _names(node: ast.AST) -> set[str]:
