@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import triton_attention, triton_rows
-from .pool import TILE
+from .interface import TILE
 from .triton_config import ELEMENT_BYTES, SHARED_BYTES, TileConfig, attention_config, padded_dim
 
 TARGETS = (80, 90, 100)

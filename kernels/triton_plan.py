@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .batch import StepBatch
-from .errors import KernelInputRefused
+from .errors import KernelInputRefused, PartitionNotWholeTiles
+from .interface import TILE
 from .triton_config import AttentionConfig, TileConfig
 
 Int32 = npt.NDArray[np.int32]
@@ -101,28 +102,31 @@ def plan_attention(
     window: int | None = None,
     segments: Sequence[Segment] | None = None,
     partition_tokens: int | None = None,
+    states_only: bool = False,
 ) -> AttentionPlan:
     """Cut a batch into items. Without `partition_tokens` no context is split (see `partition_for`).
 
-    Raises: `KernelInputRefused` for segments that miss or double a key, a partition that is not a multiple of a kernel
-    tile's keys, a window below 1 or a config without a row for each head of a group (nothing was planned).
+    states_only: the segments need not cover a context, a row may see nothing, and every row that sees something goes
+    through the merge, which leaves its state.
+
+    Raises: `KernelInputRefused` for segments that miss or double a key, a window below 1 or a config without a row for each
+    head of a group; `PartitionNotWholeTiles` (nothing was planned).
     """
     if group > min(config.narrow.query_rows, config.wide.query_rows):
         raise KernelInputRefused("config", f"no row for each of {group} heads")
     if window is not None and window < 1:
         raise KernelInputRefused("window", f"{window} keys")
-    unit = max(config.narrow.key_tokens, config.wide.key_tokens)
-    if partition_tokens is not None and (partition_tokens <= 0 or partition_tokens % unit):
-        raise KernelInputRefused("partition_tokens", f"{partition_tokens} is not a multiple of {unit}")
+    if partition_tokens is not None and (partition_tokens <= 0 or partition_tokens % TILE):
+        raise PartitionNotWholeTiles(partition_tokens, TILE)
     parts = whole_contexts(batch) if segments is None else list(segments)
-    if segments is not None:
+    if segments is not None and not states_only:
         check_cover(batch, parts)
     rows, starts = _member_rows(batch, parts)
     items = _row_chunks(parts, starts, group, config)
     items = _clip(items, rows, batch.positions, window or UNLIMITED)
     if partition_tokens is not None:
         items = _partitions(items, partition_tokens)
-    return _finish(batch, rows, items, config)
+    return _finish(batch, rows, items, config, states_only)
 
 
 def partition_for(
@@ -230,14 +234,16 @@ def _partitions(items: _Items, size: int) -> _Items:
     return cut
 
 
-def _finish(batch: StepBatch, rows: Int32, items: _Items, config: AttentionConfig) -> AttentionPlan:
+def _finish(
+    batch: StepBatch, rows: Int32, items: _Items, config: AttentionConfig, states_only: bool
+) -> AttentionPlan:
     """Choose which items write directly, number the states of the others and list each row's for the merge."""
     owner = np.repeat(np.arange(items.first.size), items.count)
     token_row = rows[np.repeat(items.first, items.count) + _ramp(items.count)].astype(np.int64)
     covers = np.bincount(token_row, minlength=batch.num_tokens)
-    if (covers == 0).any():
+    if not states_only and (covers == 0).any():
         raise KernelInputRefused("segments", f"row {int(np.flatnonzero(covers == 0)[0])} sees no key")
-    partial = np.zeros(items.first.size, dtype=bool)
+    partial = np.full(items.first.size, states_only)
     partial[owner[covers[token_row] > 1]] = True
     state_of = np.where(partial, np.cumsum(np.where(partial, items.count, 0)) - items.count, 0)
     kept = partial[owner]

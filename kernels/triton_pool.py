@@ -17,7 +17,7 @@ import torch
 
 from . import triton_rows
 from .errors import BlockOutOfRange, KernelContractMismatch, KernelInputRefused, UnsupportedKernelBlockSize
-from .pool import TILE
+from .interface import TILE
 from .triton_config import ELEMENT_BYTES, MAX_HEAD_DIM, power_of_two
 from .triton_launch import launch
 
@@ -97,27 +97,7 @@ class TritonPool:
 
         Raises: `KernelInputRefused` for shapes that do not match (nothing was written).
         """
-        wanted = (slots.shape[0], self.kv_heads, self.head_dim)
-        for name, rows in (("k", k), ("v", v)):
-            check_rows(name, rows, wanted)
-        width = self.kv_heads * self.head_dim
-        chunk = min(_ROW_CHUNK, power_of_two(width))
-        launch(
-            triton_rows.write_rows,
-            (wanted[0], -(-width // chunk)),
-            self.k[layer],
-            self.v[layer],
-            k,
-            v,
-            slots,
-            k.stride(0),
-            v.stride(0),
-            self._planes.stride(1),
-            WIDTH=width,
-            DIM=self.head_dim,
-            TILE=TILE,
-            CHUNK=chunk,
-        )
+        write_layer_rows(self.k[layer], self.v[layer], k, v, slots)
 
     def copy_rows(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """For each (source block, target block, rows) copy exactly the first `rows` rows, in all layers.
@@ -206,6 +186,36 @@ class TritonPool:
         if bad.size:
             raise BlockOutOfRange(int(bad[0]), self.num_blocks)
         return blocks
+
+
+def write_layer_rows(
+    k_layer: torch.Tensor, v_layer: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store rows `[T, kv_heads, head_dim]` at `slots[T]` of a layer `[tiles, kv_heads, TILE, head_dim]`.
+
+    Raises: `KernelInputRefused` for shapes that do not match (nothing was written).
+    """
+    _, kv_heads, _, head_dim = k_layer.shape
+    for name, rows in (("k", k), ("v", v)):
+        check_rows(name, rows, (slots.shape[0], kv_heads, head_dim))
+    width = kv_heads * head_dim
+    chunk = min(_ROW_CHUNK, power_of_two(width))
+    launch(
+        triton_rows.write_rows,
+        (slots.shape[0], -(-width // chunk)),
+        k_layer,
+        v_layer,
+        k,
+        v,
+        slots,
+        k.stride(0),
+        v.stride(0),
+        k_layer.stride(0),
+        WIDTH=width,
+        DIM=head_dim,
+        TILE=TILE,
+        CHUNK=chunk,
+    )
 
 
 def check_rows(name: str, rows: torch.Tensor, wanted: tuple[int, int, int]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from triton_interpreted import NAMES
-from triton_process import needs_triton, results_of
+from triton_process import needs_interpreter, needs_triton, results_of
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, needs_interpreter]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copyhold.kernels.batch import StepBatch
-from copyhold.kernels.errors import KernelContractMismatch, KernelInputRefused
+from copyhold.kernels.errors import KernelContractMismatch, KernelInputRefused, PartitionNotWholeTiles
 from copyhold.kernels.triton_config import SHARED_BYTES, AttentionConfig, TileConfig, attention_config
 from copyhold.kernels.triton_plan import (
     AttentionPlan,
@@ -84,7 +84,7 @@ def trees(draw: st.DrawFn) -> tuple[StepBatch, list[Segment], int | None, int | 
 
     cut(tuple(draw(st.permutations(range(size)))), 0)
     window = draw(st.none() | st.integers(1, 160))
-    partition = draw(st.none() | st.sampled_from([32, 64, 96]))
+    partition = draw(st.none() | st.sampled_from([16, 64, 96]))
     return batch_of(contexts, queries), segments, window, partition, draw(st.sampled_from([1, 3, 4, 16]))
 
 
@@ -150,10 +150,11 @@ def test_segments_that_miss_or_double_a_key_are_refused(segments: list[Any], say
 
 def test_bad_plans_are_refused() -> None:
     batch = batch_of([20, 9], [1, 1])
-    bad: list[dict[str, Any]] = [{"window": 0}, {"partition_tokens": 48}, {"partition_tokens": 0}]
-    for arguments in bad:
-        with pytest.raises(KernelInputRefused):
-            plan_attention(batch, 1, SMALL, **arguments)
+    with pytest.raises(KernelInputRefused, match="window"):
+        plan_attention(batch, 1, SMALL, window=0)
+    for partition in (0, 24, -16):
+        with pytest.raises(PartitionNotWholeTiles):
+            plan_attention(batch, 1, SMALL, partition_tokens=partition)
     with pytest.raises(KernelInputRefused, match="no row"):
         plan_attention(batch, 17, SMALL)
 

@@ -1,8 +1,7 @@
 """What the Triton kernels must compute, run by Triton's interpreter in a process of its own (``TRITON_INTERPRET=1``).
 
 `CASES` is plain data, so that a test can name its cases without loading Triton. Run as a script it runs them all and prints one
-JSON object: name -> null, or why it failed. The interpreter keeps bfloat16 as raw 16-bit integers and multiplies those, so
-`widen_products` makes its dot product see the numbers that the bits mean; nothing else of it is changed.
+JSON object: name -> null, or why it failed.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton_bfloat16
 
 from copyhold.kernels import reference
 from copyhold.kernels.batch import StepBatch
@@ -143,6 +143,7 @@ SPECIAL = (
     "empty states are the identity",
     "merge in any order",
     "refusals write nothing",
+    "the backend offers the interface",
 )
 
 
@@ -172,7 +173,8 @@ class Step:
         )
         for part in (self.pool.k, self.pool.v):
             part.fill_(math.nan)
-        free = rng.permutation(self.pool.num_blocks).astype(np.int32)
+        # Block 0, which a masked table cell reads as, is never used: it stays poisoned.
+        free = 1 + rng.permutation(self.pool.num_blocks - 1).astype(np.int32)
         tables = np.full((len(case.contexts), max(needed, default=0) + 2), OUT_OF_RANGE, dtype=np.int32)
         for seq, count in enumerate(needed):
             tables[seq, :count], free = free[:count], free[count:]
@@ -235,10 +237,11 @@ class Step:
             self.batch.block_tables[0, 1] = self.batch.block_tables[1, 0]
         if case.fault == "a wrong window edge":
             window = (window or 0) + 1
-        shape = AttentionShape(case.group * case.kv_heads, self.scale, window, case.soft_cap)
-        step = AttentionStep(self.batch, plan, self.pool, shape)
+        heads = (case.group * case.kv_heads, case.kv_heads, case.head_dim)
+        shape = AttentionShape(*heads, self.scale, window, case.soft_cap)
+        step = AttentionStep(self.batch, plan, shape, self.pool.device, self.pool.tiles_per_block)
         out = torch.full_like(self.q, math.nan)
-        step.attend(1, self.q, out)
+        step.attend(self.q, self.pool.k[1], self.pool.v[1], out)
         return out.double().numpy(), step.key_counts.numpy()
 
     def expected(self) -> np.ndarray:
@@ -445,7 +448,8 @@ def refusals_write_nothing() -> None:
     before = pool._memory.clone()
     rows = torch.ones(2, 2, 16)
     step = Step(Case((20,), (1,), kv_heads=2, head_dim=16))
-    attention = AttentionStep(step.batch, step.plan(), step.pool, AttentionShape(4, 1.0))
+    device, layers = pool.device, (step.pool.k[1], step.pool.v[1])
+    attention = AttentionStep(step.batch, step.plan(), AttentionShape(4, 2, 16, 1.0), device)
     refused: list[Callable[[], Any]] = [
         lambda: TritonPool(1, 4, 2, 16, 24, "float32", "cpu"),
         lambda: TritonPool(1, 4, 2, 20, 16, "float32", "cpu"),
@@ -461,10 +465,11 @@ def refusals_write_nothing() -> None:
         lambda: pool.zero_blocks([0, -1]),
         lambda: pool.count_nonzero_bytes([4]),
         lambda: pool.read_rows(0, np.array([1]), np.array([16])),
-        lambda: AttentionStep(step.batch, step.plan(), step.pool, AttentionShape(3, 1.0)),
-        lambda: AttentionStep(step.batch, step.plan(), step.pool, AttentionShape(4, 1.0, None, 0.0)),
-        lambda: attention.attend(1, step.q.half(), step.q),
-        lambda: attention.attend(1, step.q[:, :2], step.q),
+        lambda: AttentionStep(step.batch, step.plan(), AttentionShape(3, 2, 16, 1.0), device),
+        lambda: AttentionStep(step.batch, step.plan(), AttentionShape(4, 2, 16, 1.0, None, 0.0), device),
+        lambda: attention.attend(step.q.half(), *layers, step.q),
+        lambda: attention.attend(step.q[:, :2], *layers, step.q),
+        lambda: attention.attend(step.q, layers[0][:, :1], layers[1], step.q),
     ]
     for number, call in enumerate(refused):
         try:
@@ -475,28 +480,99 @@ def refusals_write_nothing() -> None:
     assert torch.equal(pool._memory, before)
 
 
-def widen_products() -> None:
-    """Make the interpreter's dot product take bfloat16 operands as the numbers that their bits mean."""
-    import triton.language as tl
-    from triton.runtime import interpreter
+def the_backend_offers_the_interface() -> None:
+    """Each call over torch tensors beside the float64 reference."""
+    from copyhold.kernels import triton_backend
+    from copyhold.kernels.triton_pool import TritonPool
 
-    builder_type: Any = interpreter.InterpreterBuilder
-    plain = builder_type.create_dot
+    rng = np.random.default_rng(4)
+    pool = TritonPool(1, 6, 2, 16, 16, "float32", "cpu")
+    pool.k.fill_(math.nan)
+    pool.v.fill_(math.nan)
+    contexts, starts = np.array([37, 5, 0], dtype=np.int32), np.array([0, 6, 7, 7], dtype=np.int32)
+    tables = np.array([[4, 1, 5], [2, 99, 99], [99, 99, 99]], dtype=np.int32)
+    rows = np.arange(37), np.arange(5)
+    slots = np.concatenate(
+        [tables[seq][at // 16].astype(np.int64) * 16 + at % 16 for seq, at in enumerate(rows)]
+    )
+    qkv = rng.standard_normal((42, (4 + 2 * 2) * 16), dtype=np.float32)
+    angles, positions = rng.standard_normal((2, 40, 8), dtype=np.float32), np.concatenate(rows)
+    q = torch.zeros(42, 4, 16)
+    sent = [torch.from_numpy(array) for array in (qkv, angles[0], angles[1], positions, slots)]
+    triton_backend.rotate_and_write(sent[0], sent[1], sent[2], sent[3], sent[4], pool.k[0], pool.v[0], q)
+    split = qkv.reshape(42, 8, 16)
+    turned = reference.rotate(split[:, :6], angles[0][positions], angles[1][positions])
+    np.testing.assert_allclose(q.numpy(), turned[:, :4], atol=1e-5)
+    for found, wanted in zip(
+        pool.read_rows(0, slots // 16, slots % 16), (turned[:, 4:], split[:, 6:]), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    _check_attention(pool, q[[31, 32, 33, 34, 35, 36, 41]].contiguous(), (tables, starts, contexts))
+    _check_activations(rng)
 
-    def wide(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = np.left_shift(handle.data, 16, dtype=np.uint32)
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
-    def create_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain(builder, wide(a), wide(b), *rest)
+def _check_attention(pool: Any, q: torch.Tensor, where: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    """Whole and split; then states of two ranges, some of them empty, and their merge."""
+    from copyhold.kernels import triton_backend
 
-    builder_type.create_dot = create_dot
+    tables, starts, contexts = where
+    none, layers, found = np.zeros_like(contexts), (pool.k[0], pool.v[0]), torch.full(q.shape, math.nan)
+    every: list[dict[str, Any]] = [{}, {"window": 7}, {"soft_cap": 2.0}]
+    for limits in every:
+        wanted, _ = reference.paged_attention_states(
+            q.numpy(), pool, 0, tables, starts, none, contexts, True, 0.25, **limits
+        )
+        triton_backend.paged_attention(q, *layers, *where, 0.25, found, **limits)
+        np.testing.assert_allclose(found.numpy(), wanted, atol=2e-5)
+        triton_backend.paged_attention_split(q, *layers, *where, 16, 0.25, found, **limits)
+        np.testing.assert_allclose(found.numpy(), wanted, atol=2e-5)
+    cut = np.array([20, 5, 0], dtype=np.int32)
+    parts = []
+    for first, stop, causal in ((none, cut, False), (cut, contexts, True)):
+        arguments = (tables, starts, first, stop, causal)
+        out, lse = reference.paged_attention_states(q.numpy(), pool, 0, *arguments, 0.25, window=25)
+        mass = torch.zeros(q.shape[:2])
+        state = torch.full(q.shape, math.nan)
+        triton_backend.paged_attention_states(q, *layers, *arguments, 0.25, state, mass, window=25)
+        np.testing.assert_allclose(state.numpy(), out, atol=2e-5)
+        np.testing.assert_allclose(mass.numpy(), lse, atol=2e-5)
+        parts.append((out, lse, state, mass))
+    assert np.isneginf(parts[1][1][6]).all(), "the second sequence has nothing in the second range"
+    (out, lse, state, mass), (out_b, lse_b, state_b, mass_b) = parts
+    some = np.array([6, 2, 2, 0])
+    mixed, mixed_mass = state.clone(), mass.clone()
+    triton_backend.merge_rows(mixed, mixed_mass, some, state_b[:4], mass_b[:4])
+    out_c, lse_c = out.copy(), lse.copy()
+    for i, row in enumerate(some):
+        out_c[[row]], lse_c[[row]] = reference.merge_states(
+            out_c[[row]], lse_c[[row]], out_b[[i]], lse_b[[i]]
+        )
+    np.testing.assert_allclose(mixed.numpy(), out_c, atol=2e-5)
+    np.testing.assert_allclose(mixed_mass.numpy(), lse_c, atol=2e-5)
+    out, lse = reference.merge_states(out, lse, out_b, lse_b)
+    triton_backend.merge_states(state, mass, state_b, mass_b)
+    np.testing.assert_allclose(state.numpy(), out, atol=2e-5)
+    np.testing.assert_allclose(mass.numpy(), lse, atol=2e-5)
+
+
+def _check_activations(rng: np.random.Generator) -> None:
+    from copyhold.kernels import triton_backend
+
+    x, delta = rng.standard_normal((2, 3, 32), dtype=np.float32)
+    weight = rng.standard_normal(32, dtype=np.float32)
+    summed, found, gated = torch.from_numpy(x.copy()), torch.zeros(3, 32), torch.zeros(3, 16)
+    triton_backend.add_rms_norm(summed, torch.from_numpy(delta), torch.from_numpy(weight), 1e-5, found)
+    np.testing.assert_allclose(summed.numpy(), x + delta, atol=1e-6)
+    np.testing.assert_allclose(found.numpy(), reference.rms_norm(x + delta, weight, 1e-5), atol=1e-5)
+    triton_backend.silu_mul(found, gated)
+    np.testing.assert_allclose(gated.numpy(), reference.silu_mul(found.numpy()), atol=1e-5)
+    half = torch.zeros(3, 16, dtype=torch.bfloat16)
+    triton_backend.narrow_rows(gated, half)
+    assert torch.equal(half, gated.bfloat16())
 
 
 def main() -> int:
-    widen_products()
+    triton_bfloat16.widen_products()
     found: dict[str, str | None] = {}
     with torch.inference_mode(), np.errstate(over="ignore"):
         for name in NAMES:

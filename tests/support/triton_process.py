@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ ROOT = SUPPORT.parents[1]
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (extra `triton`, Linux)"
+)
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is not None and version("triton") < "3.7",
+    reason="the interpreter of Triton before 3.7 cannot loop over a range with NumPy 2.4; its compiler can",
 )
 
 
