@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from copyhold.kernels.choices import SharedPrefix
 from copyhold.kvcore.commands import Admit, Dispatch, Evict, Genesis, GroupSpec, Release, Scope
 from copyhold.models.shard_set import ShardSet
 from copyhold.namespace.certificate import RankSigner
@@ -39,6 +40,7 @@ class ReplicaShape(msgspec.Struct, frozen=True):
     max_model_len: int = 512
     chunk_tokens: int = 512
     step_tokens: int = 512
+    shared_prefix: SharedPrefix = "off"
 
 
 class RankSet:
@@ -56,7 +58,7 @@ class RankSet:
         self._pools = shards.new_pools(shape.num_blocks, shape.block_size)
         signers = [RankSigner(bytes([rank + 1]) * 32) for rank in range(shards.tp_size)]
         self.ranks = [
-            Rank(number, INCARNATION, shard, shard.pool, signers[number])
+            Rank(number, INCARNATION, shard, shard.pool, signers[number], shape.shared_prefix)
             for number, shard in enumerate(shards.shards)
         ]
         self._executor = LocalExecutor(self.ranks)
@@ -182,6 +184,12 @@ class InProcessReplica:
                 rows += report.audit.rows_compared
                 worst = max(worst, report.audit.max_abs_difference)
         return rows, worst
+
+    def attention_steps(self) -> dict[str, int]:
+        """Steps by how shared K/V was read, as every rank counted them."""
+        reports = [rank.shared_reads.report() for rank in self._set.ranks]
+        assert all(report.steps == reports[0].steps for report in reports), reports
+        return reports[0].steps
 
     def largest_value(self) -> float:
         """The largest magnitude that any rank's pool holds, K or V."""

@@ -150,9 +150,6 @@ def _not_applicable() -> tuple[Check, ...]:
             "not applicable",
             "ranks compute every layer through one table; the ledger's own tests drive several groups",
         ),
-        Check(
-            "shared-prefix kernels", True, "not applicable", "this backend has one schedule: paged attention"
-        ),
     )
 
 

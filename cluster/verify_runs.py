@@ -1,4 +1,4 @@
-"""The runs of ``copyhold verify`` that a scheduler drives: cold, chunked, hit, warm, after eviction, preempted.
+"""The runs of ``copyhold verify`` that a scheduler drives: cold, chunked, hit, warm, after eviction, preempted, shared.
 
 Each makes a replica in this process whose memory and step sizes force what it is about, serves the prompts and counts what
 happened. The namespaces ``alone-N`` keep prompts from sharing.
@@ -7,8 +7,10 @@ happened. The namespaces ``alone-N`` keep prompts from sharing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from copyhold.actors.in_process import InProcessReplica, InProcessStream, ReplicaShape
+from copyhold.kernels.choices import SharedPrefix
 from copyhold.models.cold_run import ColdResult, cold_run
 from copyhold.models.shard_set import ShardSet
 
@@ -27,7 +29,7 @@ class ScheduledRuns:
 
     def all(self) -> dict[str, Callable[[], RunFound]]:
         """By name, in the order to run them."""
-        return {
+        runs = {
             "one-shot": self.one_shot,
             "chunked": self.chunked,
             "prefix hit": self.prefix_hit,
@@ -35,6 +37,10 @@ class ScheduledRuns:
             "after eviction": self.after_eviction,
             "preempted": self.preempted,
         }
+        if not self._shards.deterministic:
+            runs["shared reads, hydragen"] = lambda: self.shared_reads("hydragen")
+            runs["shared reads, chunk"] = lambda: self.shared_reads("chunk")
+        return runs
 
     def one_shot(self) -> RunFound:
         """Every prompt in one chunk, all in one batch, nothing shared: the scheduler and the batch change nothing."""
@@ -70,6 +76,18 @@ class ScheduledRuns:
         pairs = list(zip(self._prompts.prompts, streams, strict=True))
         return self._found("warm", replica, pairs, ("cached_tokens", "shared_reads"), ["tenant"])
 
+    def shared_reads(self, mode: Literal["hydragen", "chunk"]) -> RunFound:
+        """A cached prefix, then all prompts at once through the kernels that read it once for all of them."""
+        replica = self._replica(self._room(len(self._prompts.prompts)), shared_prefix=mode)
+        prompts = self._prompts.prompts
+        replica.serve(prompts[:1], "tenant", self._prompts.new_tokens)
+        streams = replica.serve(prompts, "tenant", self._prompts.new_tokens)
+        replica.counts[f"{mode}_steps"] = replica.attention_steps()[mode]
+        pairs = list(zip(prompts, streams, strict=True))
+        return self._found(
+            f"shared reads, {mode}", replica, pairs, (f"{mode}_steps", "shared_reads"), ["tenant"]
+        )
+
     def after_eviction(self) -> RunFound:
         """Memory for one prompt and a little: others push it out, then it comes again, then again, warm."""
         first = self._prompts.prompts[0]
@@ -91,9 +109,19 @@ class ScheduledRuns:
         streams = self._apart(replica, pair)
         return self._found("preempted", replica, streams, ("preempted",), ["alone-0", "alone-1"], cold)
 
-    def _replica(self, num_blocks: int, chunk_tokens: int = 512, step_tokens: int = 512) -> InProcessReplica:
+    def _replica(
+        self,
+        num_blocks: int,
+        chunk_tokens: int = 512,
+        step_tokens: int = 512,
+        shared_prefix: SharedPrefix = "off",
+    ) -> InProcessReplica:
         shape = ReplicaShape(
-            num_blocks, self._case.block_size, chunk_tokens=chunk_tokens, step_tokens=step_tokens
+            num_blocks,
+            self._case.block_size,
+            chunk_tokens=chunk_tokens,
+            step_tokens=step_tokens,
+            shared_prefix=shared_prefix,
         )
         return InProcessReplica(self._shards, shape)
 
