@@ -72,6 +72,7 @@ class Coordinator:
         return {
             "index_version": self._index.version,
             "entries": self._index.entries(),
+            "collisions": self._index.collisions,
             "replicas": self._index.attached(),
             "routes": [msgspec.to_builtins(route) for route in self._routes],
         }

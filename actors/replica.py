@@ -185,6 +185,9 @@ class Replica(OperatorCalls):
                 ended = isinstance(batch[-1], Finished | Failed)
                 for item in batch:
                     self._counts.count(item)
+                    if isinstance(item, Admitted):
+                        expected = request.route.expected_hit_tokens
+                        self._counts.count_route(expected, item.receipt.cached_tokens)
                 await self._keep_receipts(request, batch)
                 yield batch
         finally:

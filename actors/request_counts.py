@@ -14,7 +14,10 @@ from .messages import Admitted, Failed, Finished, StreamItem, TokenChunk
 
 
 class RequestReport(msgspec.Struct, frozen=True):
-    """Totals since the incarnation began; ``finished`` by reason, ``failed`` by kind."""
+    """Totals since the incarnation began; ``finished`` by reason, ``failed`` by kind.
+
+    ``unproved_routes``: requests of which the ledger proved less than their route expected.
+    """
 
     admitted: int
     prompt_tokens: int
@@ -22,6 +25,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     generated_tokens: int
     finished: dict[str, int]
     failed: dict[str, int]
+    unproved_routes: int = 0
 
 
 class RequestCounts:
@@ -34,6 +38,7 @@ class RequestCounts:
         self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
+        self._unproved_routes = 0
 
     def count(self, item: StreamItem) -> None:
         """Count one item of a stream."""
@@ -48,6 +53,10 @@ class RequestCounts:
         else:
             self._failed[item.kind] += 1
 
+    def count_route(self, expected_hit_tokens: int, hit_tokens: int) -> None:
+        """What the ledger proved, token by token, of a routed request."""
+        self._unproved_routes += hit_tokens < expected_hit_tokens
+
     def count_abandoned(self) -> None:
         """Count a stream whose reader went away before its last item."""
         self.count(Failed("cancelled", ""))
@@ -61,4 +70,5 @@ class RequestCounts:
             self._generated_tokens,
             dict(self._finished),
             dict(self._failed),
+            self._unproved_routes,
         )

@@ -2,7 +2,7 @@
 
 Owns keyed chain digests by replica incarnation. Digests are keyed per namespace generation (SECURITY.md), so an entry
 can only be asked for by who was granted the key; a hit here is a hint that the replica proves again by token ids, and what it
-does not prove is counted: evicted meanwhile, or two prefixes under one digest.
+does not prove is counted there: evicted meanwhile, or two prefixes under one digest.
 Every entry belongs to one incarnation and dies with it; a revoked generation's entries are dropped by name.
 """
 
@@ -47,7 +47,6 @@ class RoutingIndex:
         self._digests: dict[_Key, dict[bytes, int]] = {}
         self.version = 0
         self.collisions = 0
-        self.unproved_hits = 0
 
     def attach(self, replica: str, incarnation: str) -> None:
         """A replica began to serve; an older incarnation of the same name is dropped with its entries."""
@@ -87,11 +86,6 @@ class RoutingIndex:
             if held.setdefault(digest, tokens) != tokens:
                 self.collisions += 1
         self.version += 1
-
-    def settle(self, route: RouteReceipt, hit_tokens: int) -> None:
-        """What the replica's ledger proved of a routed request, token by token."""
-        if hit_tokens < route.expected_hit_tokens:
-            self.unproved_hits += 1
 
     def drop(self, namespace: str, below_generation: int) -> int:
         """Forget a namespace's entries below a generation; returns how many digests went."""

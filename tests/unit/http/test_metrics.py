@@ -44,6 +44,7 @@ REPLICA = {
         "generated_tokens": 30,
         "finished": {"stop": 3, "length": 4},
         "failed": {"cancelled": 1},
+        "unproved_routes": 2,
     },
     "lease_remaining_s": 7.5,
     "pool": {"free": 1, "evictable": 2, "live": 3, "reserved": 4, "total": 10},

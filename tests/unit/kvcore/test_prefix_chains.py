@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from copyhold.actors.messages import RouteReceipt
+from copyhold.actors.request_counts import RequestCounts
 from copyhold.actors.routing import RoutingIndex
 from copyhold.kvcore.commands import Scope
 from copyhold.kvcore.contract_errors import EmptyInput, LengthMismatch, NegativeCount
@@ -200,7 +201,7 @@ def test_f0c2_a_partial_tail_is_named_with_its_valid_rows_and_policy() -> None:
 
 def test_weak_links_never_make_a_wrong_hit_and_are_counted(make_driver: Any) -> None:
     """With links of one byte the routing index believes in hits that are none; the ledger compares tokens."""
-    driver, routing = make_driver(block_size=4, num_blocks=1024), RoutingIndex(60.0)
+    driver, routing, counts = make_driver(block_size=4, num_blocks=1024), RoutingIndex(60.0), RequestCounts()
     routing.attach("replica", "one")
     generator = np.random.default_rng(1)
     wrong = 0
@@ -214,11 +215,11 @@ def test_weak_links_never_make_a_wrong_hit_and_are_counted(make_driver: Any) -> 
         published = {tuple(tokens.tolist()[:held]) for _, tokens, _ in driver.ledger.paths("a")}
         assert held == 0 or given.ids[:held] in published
         wrong += route.expected_hit_tokens > held
-        routing.settle(route, held)
+        counts.count_route(route.expected_hit_tokens, held)
         driver.prefill(admitted.request)
         driver.publish(admitted.request)
         driver.release(admitted.request)
         ends: list[tuple[bytes, int]] = [(link, 4 * (at + 1)) for at, link in enumerate(links)]
         routing.publish("a", 1, "one", ends)
-    assert routing.unproved_hits == wrong > 20
+    assert counts.report().unproved_routes == wrong > 20
     assert routing.collisions > 20
