@@ -25,7 +25,22 @@ from copyhold.models.tokenizer import ChatTokenizer
 
 CANARY = "canary"
 LABELS = ("replica", "rank", "kind")
-RANK = {"rank": 0, "pid": 1, "steps": 4, "log_index": 9, "pool_bytes": 1, "failure": CANARY}
+SHARED_READS = {
+    "steps": {"plain": 3, "shared": 2},
+    "logical_rows": 50,
+    "physical_rows": 20,
+    "samples": 2,
+    "measured_gain": 1.5,
+}
+RANK = {
+    "rank": 0,
+    "pid": 1,
+    "steps": 4,
+    "log_index": 9,
+    "pool_bytes": 1,
+    "failure": CANARY,
+    "shared_reads": SHARED_READS,
+}
 REPLICA = {
     "replica": "replica-3",
     "incarnation": CANARY,
