@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from copyhold.kernels.choices import SharedPrefix
+from copyhold.kernels.interface import widen_rows
 from copyhold.kvcore.commands import Admit, Dispatch, Evict, Genesis, GroupSpec, Release, Scope
 from copyhold.models.shard_set import ShardSet
 from copyhold.namespace.certificate import RankSigner
@@ -69,7 +70,8 @@ class RankSet:
 
     def largest_value(self) -> float:
         """The largest magnitude that any rank's pool holds, K or V."""
-        return max(float(np.abs(part).max()) for pool in self._pools for part in (pool.k, pool.v))
+        parts = [part for pool in self._pools for part in (pool.k, pool.v)]
+        return max(float(np.abs(widen_rows(part)).max()) for part in parts)
 
     def close(self) -> None:
         self._executor.close()

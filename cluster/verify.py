@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from copyhold.actors.errors import ActorError
+from copyhold.kernels import cpu
 from copyhold.kernels.errors import KernelError, UnsupportedKernelBlockSize
 from copyhold.kernels.pool import KVPool
 from copyhold.kvcore.errors import LedgerRefusal
@@ -65,7 +66,10 @@ class VerifyReport(msgspec.Struct, frozen=True):
             "totals": dict(sorted(totals.items())),
             "bounds": dict(BOUNDS),
             "max_logit_deviation": {
-                dtype: largest([check for check in self.checks if dtype in check.name], "max_logit_deviation")
+                dtype: largest(
+                    [check for check in self.checks if ("bfloat16" in check.name) == (dtype == "bfloat16")],
+                    "max_logit_deviation",
+                )
                 for dtype in BOUNDS
             },
             "elapsed_s": round(self.elapsed_s, 1),
@@ -87,7 +91,8 @@ def run_verify(model: str, cache_dir: Path, quick: bool, say: Progress) -> Verif
             say("case", f"{case.label}: loading")
             checkpoint = convert(source, cache_dir, case.tp, dtype=case.dtype)
             prompts = verify_prompts(first.path, case.whole)
-            shards = ShardSet(checkpoint, case.deterministic)
+            cpu.warm_up(case.kv_dtype)
+            shards = ShardSet(checkpoint, case.deterministic, kv_dtype=case.kv_dtype)
             try:
                 cold = _cold_runs(shards, case, prompts, reference)
                 reference = reference or cold
@@ -101,7 +106,7 @@ def run_verify(model: str, cache_dir: Path, quick: bool, say: Progress) -> Verif
 
 def _cold_runs(shards: ShardSet, case: VerifyCase, prompts: VerifyPrompts, reference: Cold) -> Cold:
     """Cold runs on these shards; where bits need not be equal, the first case's serve every cut in the same dtype."""
-    if reference and case.dtype == "float32" and not case.deterministic:
+    if reference and case.bound_dtype == "float32" and not case.deterministic:
         return _shortened(reference, prompts)
     return {prompt: cold_run(shards, prompt, prompts.new_tokens) for prompt in prompts.prompts}
 

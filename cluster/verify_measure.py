@@ -67,10 +67,10 @@ def judge(case: VerifyCase, found: RunFound) -> Check:
     """The verdict of one run. In float32 tokens must be equal; in bfloat16 near ties may fall either way."""
     equal = sum(stream.tokens == stream.cold.tokens and not stream.failure for stream in found.streams)
     worst = max((deviation(stream) for stream in found.streams), default=float("inf"))
-    bound, row_share = BOUNDS[case.dtype], ROW_BOUND_SHARES[case.dtype]
+    bound, row_share = BOUNDS[case.bound_dtype], ROW_BOUND_SHARES[case.bound_dtype]
     missing = [name for name in found.needed if not found.counts.get(name)]
     faults = [f"{stream.failure}" for stream in found.streams if stream.failure]
-    if case.dtype == "float32" and equal < len(found.streams):
+    if case.bound_dtype == "float32" and equal < len(found.streams):
         faults.append("other tokens")
     if not worst <= bound:
         faults.append(f"logits differ by {worst:.1e}")

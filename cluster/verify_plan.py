@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from copyhold.kernels.interface import KVDtype
 from copyhold.models.config import ModelConfig
 from copyhold.models.layout import Dtype
 from copyhold.models.tokenizer import ChatTokenizer
@@ -43,13 +44,20 @@ class VerifyCase(msgspec.Struct, frozen=True):
     block_size: int
     dtype: Dtype
     deterministic: bool = False
+    kv_dtype: KVDtype = "float32"
     whole: bool = False
     """All prompts and longer replies; else two prompts"""
 
     @property
     def label(self) -> str:
+        kept = "" if self.kv_dtype == "float32" else f", K/V {self.kv_dtype}"
         mode = " deterministic" if self.deterministic else ""
-        return f"tp {self.tp}, block {self.block_size}, {self.dtype}{mode}"
+        return f"tp {self.tp}, block {self.block_size}, {self.dtype}{kept}{mode}"
+
+    @property
+    def bound_dtype(self) -> Dtype:
+        """The coarser of the two types, which says how equal things can be."""
+        return "float32" if self.dtype == self.kv_dtype == "float32" else "bfloat16"
 
 
 class VerifyPrompts(msgspec.Struct, frozen=True):
@@ -72,6 +80,7 @@ def verify_cases(config: ModelConfig, quick: bool) -> list[VerifyCase]:
     cases += [VerifyCase(tp, 16, "float32") for tp in degrees[1:] if not quick or tp == degrees[-1]]
     if not quick:
         cases.append(VerifyCase(1, 16, "bfloat16"))
+        cases.append(VerifyCase(1, 16, "float32", kv_dtype="bfloat16"))
         cases.append(VerifyCase(1, 16, "float32", deterministic=True))
         if len(degrees) > 1:
             cases.append(VerifyCase(2, 16, "bfloat16", deterministic=True))

@@ -64,7 +64,7 @@ def _recompute(shard: LlamaShard, tokens: npt.NDArray[np.int64]) -> KVPool:
     count = len(tokens)
     real = shard.pool
     num_blocks = -(-count // real.block_size)
-    cold = KVPool(real.num_layers, num_blocks, real.kv_heads, real.head_dim, real.block_size)
+    cold = KVPool(real.num_layers, num_blocks, real.kv_heads, real.head_dim, real.block_size, real.kv_dtype)
     rows = np.arange(count, dtype=np.int64)
     batch = StepBatch(
         tokens=tokens,

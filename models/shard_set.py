@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from copyhold.kernels.batch import StepBatch
+from copyhold.kernels.interface import KVDtype
 from copyhold.kernels.pool import KVPool
 
 from .collective import Collective, SingleProcess
@@ -46,10 +47,15 @@ class ShardSet:
     """
 
     def __init__(
-        self, checkpoint: ConvertedCheckpoint, deterministic: bool = False, max_batch_tokens: int = 512
+        self,
+        checkpoint: ConvertedCheckpoint,
+        deterministic: bool = False,
+        max_batch_tokens: int = 512,
+        kv_dtype: KVDtype = "float32",
     ) -> None:
         self.checkpoint = checkpoint
         self.deterministic = deterministic
+        self.kv_dtype: KVDtype = kv_dtype
         self._max_batch_tokens = max_batch_tokens
         self._meeting = ThreadMeeting(checkpoint.tp_size, _MEETING_S)
         self._threads = ThreadPoolExecutor(checkpoint.tp_size, thread_name_prefix="copyhold-shard")
@@ -100,4 +106,4 @@ class ShardSet:
 
     def _pool(self, kv_heads: int, num_blocks: int, block_size: int) -> KVPool:
         config = self.checkpoint.config
-        return KVPool(config.num_layers, num_blocks, kv_heads, config.head_dim, block_size)
+        return KVPool(config.num_layers, num_blocks, kv_heads, config.head_dim, block_size, self.kv_dtype)
