@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from . import loops
 from .commands import Abort, Admit
 from .digest import Array
 from .errors import (
@@ -24,11 +25,13 @@ from .errors import (
     UnknownTransaction,
 )
 from .eviction import EvictionPlan, commit_evictions, plan_evictions
-from .lengths import prefix_lengths
+from .junction import servable_tokens
+from .lengths import every_boundary, prefix_lengths
 from .pool import AdmittedBlocks
 from .receipts import PrefixMatch
 from .state import LedgerState, node_handles, require_counter, scrub_ids
 from .tree import TreeMatch
+from .windows import first_kept, reserved_blocks
 
 _LITTLE = sys.byteorder == "little"
 
@@ -62,6 +65,7 @@ def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool, cont
         if lookup
         else TreeMatch([], 0, 0, 0, False, False)
     )
+    servable = servable_tokens(state, found) if state.windowed else every_boundary
     match = prefix_lengths(
         len(tokens),
         found.semantic,
@@ -70,6 +74,7 @@ def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool, cont
         diverged=found.diverged,
         root_empty=found.root_empty,
         lookup=lookup,
+        servable=servable,
     )
     pages, nodes, start = match.runtime // page, found.nodes, state.tree.start.array
     while nodes and start.item(nodes[-1]) >= pages:
@@ -103,7 +108,7 @@ def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
     tokens, found = read_and_look_up(state, command)
     if command.transaction <= state.last_transaction:
         raise DuplicateTransactionId(command.transaction, state.last_transaction)
-    evictions = plan_evictions(state, command.evict, found.nodes)
+    evictions = plan_evictions(state, command.evict, command.trim, found.nodes, found.match.runtime)
     needed = plan_blocks(state, len(tokens), found.match.runtime, evictions)
     if state.requests.free.count == 0:
         raise SlotsExhausted(state.requests.max_requests)
@@ -113,9 +118,9 @@ def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
 def plan_blocks(state: LedgerState, rows: int, shared: int, evictions: EvictionPlan) -> tuple[int, ...]:
     """Blocks each group needs for rows [shared, rows). Raises: OutOfMemory for the first group that lacks them."""
     needed = []
-    for pool, per_page in zip(state.pools, state.tree.per_page, strict=True):
-        blocks = -(-rows // pool.block_size) - shared // pool.block_size
-        free, named = pool.free.count, evictions.pages * per_page
+    for pool, named in zip(state.pools, evictions.freed, strict=True):
+        blocks = reserved_blocks(pool, rows, shared) - shared // pool.block_size
+        free = pool.free.count
         if blocks > free + named:
             raise OutOfMemory(blocks, free, named, pool.group)
         needed.append(blocks)
@@ -148,8 +153,12 @@ def commit_admit(state: LedgerState, plan: AdmitPlan) -> dict[str, Any]:
     admitted: list[AdmittedBlocks] = []
     for group, pool in enumerate(state.pools):
         first = slot * requests.widths[group]
-        needed = plan.needed_blocks[group]
-        admitted.append(pool.admit(requests.cells[group], first, shared[group], needed, scope_id))
+        cells, left = requests.cells[group], first_kept(pool, runtime)
+        if left:
+            cells.fill(first, np.full(left, loops.GONE, dtype=np.int64))
+            requests.firsts[group].put(slot, left)
+        held, needed = shared[group][left:], plan.needed_blocks[group]
+        admitted.append(pool.admit(cells, first + left, held, needed, scope_id))
     state.transaction_counter.put(0, plan.command.transaction + 1)
     first_scrub, other_scrub = scrub_ids(tuple([blocks.scrub for blocks in admitted]))
     return {

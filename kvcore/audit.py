@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import loops
 from .audit_tree import tree_findings
 from .digest import Array, digest_bytes
 from .ledger import Ledger
@@ -35,6 +36,7 @@ def audit(ledger: Ledger) -> None:
         tables = _tables(state, active, group)
         findings += _reference_findings(state, active, group, tables)
         findings += _table_findings(state, active, group, tables)
+        findings += _window_findings(state, active, group)
     findings += tree_findings(state)
     findings += _request_findings(state, active)
     findings += _owner_findings(state)
@@ -78,6 +80,11 @@ def _pool_findings(pool: BlockPool) -> list[str]:
     lost = np.flatnonzero((rows != 0) & idle)
     if len(lost):
         findings.append(f"slot_lost: free blocks {lost.tolist()} claim valid rows")
+    misplaced = (pool.place.array != 0) != (indexed & (pool.window > 0))
+    if misplaced.any():
+        findings.append(
+            f"path_slot_mismatch: blocks {np.flatnonzero(misplaced).tolist()} have places of no edge"
+        )
     entered = (pool.entry.array != 0) != indexed
     if entered.any():
         findings.append(f"identity_conflict: blocks {np.flatnonzero(entered).tolist()}")
@@ -107,16 +114,19 @@ def _table_findings(state: LedgerState, active: Array, group: int, tables: Array
     """Tables hold enough blocks, each once, whose rows are what the request may read; owners agree."""
     pool, requests, size = state.pools[group], state.requests, state.pools[group].block_size
     findings: list[str] = []
-    valid, held = requests.valid_rows.array[active], requests.blocks[group].array[active]
+    valid, cells = requests.valid_rows.array[active], requests.blocks[group].array[active]
+    behind = requests.firsts[group].array[active]
+    held = cells - behind
     slots = np.repeat(active, held)
     first = np.cumsum(held) - held
-    short = active[valid > held * size]
+    short = active[valid > cells * size]
     shared = np.bincount(tables, minlength=pool.num_blocks)[tables] > 1
     pairs = slots[shared] * pool.num_blocks + tables[shared]
-    beyond = np.count_nonzero(requests.cells[group].array) != np.count_nonzero(tables)
+    used = np.count_nonzero(tables) + int(behind.sum())
+    beyond = np.count_nonzero(requests.cells[group].array) != used
     if len(short) or len(np.unique(pairs)) != len(pairs) or beyond:
         findings.append(f"table_length_drift: group {group}, slots {short.tolist()} or cells beyond tables")
-    left = np.repeat(valid, held) - (np.arange(len(tables)) - np.repeat(first, held)) * size
+    left = np.repeat(valid, held) - (np.arange(len(tables)) - np.repeat(first - behind, held)) * size
     rows, claimed = np.clip(left, 0, size), pool.rows.array[tables]
     # A partly valid block may hold more rows than this request may read: a sharer's, or what it has cut off.
     wrong = np.where((left > 0) & (left < size), claimed < rows, claimed != rows)
@@ -129,8 +139,28 @@ def _table_findings(state: LedgerState, active: Array, group: int, tables: Array
     return findings
 
 
+def _window_findings(state: LedgerState, active: Array, group: int) -> list[str]:
+    """What left is marked and nothing else is; the window before the next row, or before a queued cut, is held."""
+    pool, requests = state.pools[group], state.requests
+    firsts, table = requests.firsts[group].array[active], requests.all_tables[group][active]
+    findings: list[str] = []
+    marked = np.arange(table.shape[1]) < firsts[:, None]
+    if ((table == loops.GONE) != marked).any() or (firsts < 0).any():
+        findings.append(f"table_length_drift: group {group} marks other blocks than those that left")
+    cut, valid = requests.cut.array[active], requests.valid_rows.array[active]
+    ends = np.where(cut > 0, np.minimum(cut - 2, valid), valid)
+    lost = (
+        active[firsts * pool.block_size > np.maximum(ends - pool.window, 0)]
+        if pool.window
+        else active[firsts > 0]
+    )
+    if len(lost):
+        findings.append(f"window_state_missing: slots {lost.tolist()} group {group}")
+    return findings
+
+
 def _tables(state: LedgerState, active: Array, group: int) -> Array:
-    """Blocks of all tables of one group, slot by slot, int64."""
+    """Blocks of all tables of one group, slot by slot, int64, without those that left a window."""
     parts = [state.requests.table(slot, group) for slot in active.tolist()]
     return np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
 
@@ -143,7 +173,13 @@ def _request_findings(state: LedgerState, active: Array) -> list[str]:
     for slot in active.tolist():
         findings += _slot_findings(state, slot)
     inactive = requests.active.array == 0
-    for column in (*requests.blocks, requests.flight_step, requests.terminal, requests.ending):
+    for column in (
+        *requests.blocks,
+        *requests.firsts,
+        requests.flight_step,
+        requests.terminal,
+        requests.ending,
+    ):
         if column.array[inactive].any():
             findings.append(f"slot_lost: {column.name} of a free slot is set")
     flying = {step: sorted(slots.tolist()) for step, slots in state.flights.items()}

@@ -11,6 +11,7 @@ import numpy as np
 from .digest import Array
 from .pool import BlockPool
 from .state import LedgerState
+from .tree import NOT_RESIDENT
 
 
 def tree_findings(state: LedgerState) -> list[str]:
@@ -49,6 +50,8 @@ def _leases(state: LedgerState) -> Array:
 def _ownership_findings(pool: BlockPool, edges: list[Array]) -> list[str]:
     findings: list[str] = []
     blocks = np.concatenate([*edges, np.zeros(0, dtype=np.int64)])
+    if pool.window:
+        blocks = blocks[blocks != NOT_RESIDENT]
     times = np.bincount(blocks, minlength=pool.num_blocks)
     if (times > 1).any():
         findings.append("slot_owned_twice: a block lies on two edges")
@@ -84,15 +87,24 @@ def _edge_findings(state: LedgerState, scope_id: int, node: int, group: int, lea
     blocks, parent = tree.edges[group][node], int(tree.parent.array[node])
     if len(blocks) != int(tree.pages.array[node]) * tree.per_page[group]:
         findings.append(f"edge_length_mismatch: node {node}, {len(blocks)} blocks in group {group}")
-    if (pool.node.array[blocks] != node).any() or tree.first_blocks[group][node] != blocks[0]:
+    places = np.flatnonzero(blocks != NOT_RESIDENT) if pool.window else np.arange(len(blocks))
+    resident = blocks[places]
+    if (pool.node.array[resident] != node).any():
         findings.append(f"path_slot_mismatch: node {node}")
-    held = pool.ref.array[blocks]
-    if (held < leases).any() or (held[1:] > held[:-1]).any():
-        findings.append(f"lock_mismatch: node {node} counts {held.tolist()}, leases {leases}")
+    if pool.window:
+        expected = places + int(tree.start.array[node]) * tree.per_page[group] + 1
+        if (pool.place.array[resident] != expected).any():
+            findings.append(f"path_slot_mismatch: node {node} holds window blocks at other places")
+    else:
+        held = pool.ref.array[blocks]
+        if (held < leases).any() or (held[1:] > held[:-1]).any():
+            findings.append(f"lock_mismatch: node {node} counts {held.tolist()}, leases {leases}")
+        if tree.first_blocks[group][node] != blocks[0]:
+            findings.append(f"path_slot_mismatch: node {node}")
     scope_print = state.scopes.scope_print.array[scope_id]
     first = int(tree.start.array[node]) * state.alignment
     before = tree.end_sum[parent]
     entries, end = tree.prefix_entries(scope_print, tree.tokens[node], first, before, pool.block_size)
-    if not np.array_equal(entries, pool.entry.array[blocks]) or end != tree.end_sum[node]:
+    if not np.array_equal(entries[places], pool.entry.array[resident]) or end != tree.end_sum[node]:
         findings.append(f"identity_conflict: node {node} has entries of another prefix")
     return findings

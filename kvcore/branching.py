@@ -2,7 +2,8 @@
 
 Invariant: a fork moves no bytes: every block that holds valid rows gets one reference per child, and whoever
 writes first into the shared tail is given a copy (see `stepping`). A truncation removes a suffix of one
-request, with the row of its new last token, and leaves the rows of every sharer and of the index as they are.
+request, with the row of its new last token, and leaves the rows of every sharer and of the index as they are; it is
+refused where a window group has already left rows behind that the shorter request would have to read.
 Source: LEDGER "Commands"; contracts K054, K057, K058, K207 to K210.
 """
 
@@ -24,7 +25,9 @@ from .errors import (
     TruncateBeyondLength,
 )
 from .receipts import TruncateFacts
+from .requests import group_field
 from .state import LedgerState, scrub_ids
+from .windows import require_window
 
 _INHERITED = (loops.ACTIVE, loops.SCOPE, loops.NUM_TOKENS, loops.TOKEN_PRINT, loops.VALID)
 _INHERITED += (loops.TERMINAL, loops.SHARED)
@@ -57,14 +60,15 @@ def commit_fork(state: LedgerState, plan: ForkPlan) -> dict[str, Any]:
     requests, slot = state.requests, plan.slot
     valid = int(requests.valid_rows.array[slot])
     shared = [
-        requests.table(slot, group)[: -(-valid // pool.block_size)] for group, pool in enumerate(state.pools)
+        requests.pages(slot, 0, -(-valid // pool.block_size), group) for group, pool in enumerate(state.pools)
     ]
+    left = sum(int(firsts.array[slot]) for firsts in requests.firsts)
     private = [state.private_leases(slot, group) for group in range(len(state.pools))]
     children = tuple([_make_child(state, slot, shared, private) for _ in range(plan.children)])
     return {
         "parent": requests.handle(slot),
         "children": children,
-        "shared_blocks": sum(len(blocks) for blocks in shared),
+        "shared_blocks": sum(len(blocks) for blocks in shared) - left,
     }
 
 
@@ -78,17 +82,19 @@ def _make_child(state: LedgerState, parent: int, shared: list[Array], private: l
     fields[loops.SLOT_GENERATION] = int(requests.generation.array[slot]) + 1
     fields[loops.BRANCH] = parent + 1
     for group, pool in enumerate(state.pools):
-        pool.lease(shared[group])
+        left = int(requests.firsts[group].array[parent])
+        pool.lease(shared[group][left:])
         pool.lease(private[group])
         requests.cells[group].fill(slot * requests.widths[group], shared[group])
-        fields[loops.GROUP_FIELDS + 2 * group] = len(shared[group])
+        fields[group_field(group)] = len(shared[group])
+        fields[group_field(group, loops.FIRST)] = left
     requests.put(slot, fields)
     return requests.handle(slot)
 
 
 def plan_truncate(state: LedgerState, command: Truncate) -> tuple[int, int]:
     """(slot, tokens to keep). Raises: StaleRequestGeneration, MalformedCommand, TruncateBeyondLength, DoubleRelease
-    (its release is queued); nothing changes."""
+    (its release is queued), WindowStateMissing (a row before the new end left a window); nothing changes."""
     requests = state.requests
     slot = requests.slot_of(command.request)
     if command.num_tokens < 1:
@@ -98,6 +104,8 @@ def plan_truncate(state: LedgerState, command: Truncate) -> tuple[int, int]:
         raise TruncateBeyondLength(slot, command.num_tokens, known)
     if requests.ending.array[slot]:
         raise DoubleRelease(slot, command.request.generation)
+    if state.windowed:
+        require_window(state, slot, min(command.num_tokens - 1, int(requests.valid_rows.array[slot])))
     return slot, command.num_tokens
 
 
@@ -144,7 +152,7 @@ def truncate_now(state: LedgerState, slot: int, keep: int) -> TruncateFacts:
         freed, evictable = freed + more_freed, evictable + more_evictable
         scrub.append(zeroed)
         held = int(requests.blocks[group].array[slot])
-        fields[loops.GROUP_FIELDS + 2 * group] = min(held, -(-valid // state.pools[group].block_size))
+        fields[group_field(group)] = min(held, -(-valid // state.pools[group].block_size))
     lost = state.fingerprint(requests.tokens[slot, keep:known], keep)
     requests.tokens[slot, keep:known] = 0
     requests.put(slot, fields)
@@ -162,10 +170,11 @@ def _cut_group(
     table, width = requests.all_tables[group][slot], requests.widths[group]
     held = int(requests.blocks[group].array[slot])
     kept = min(held, -(-valid // pool.block_size))
-    first = state.tree.end_page(terminal) * state.tree.per_page[group]
-    path = state.tree.path_blocks(beyond, group)
-    private = path[path != table[first : first + len(path)]]
-    dropped = np.concatenate([table[kept:held].astype(np.int64), private])
+    dropped = table[kept:held].astype(np.int64)
+    if not pool.window:
+        first = state.tree.end_page(terminal) * state.tree.per_page[group]
+        path = state.tree.path_blocks(beyond, group)
+        dropped = np.concatenate([dropped, path[path != table[first : first + len(path)]]])
     requests.cells[group].clear(slot * width + kept, slot * width + held)
     told = pool.drop(dropped, state.scopes.revoked)
     page, rows = divmod(valid, pool.block_size)

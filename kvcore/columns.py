@@ -16,7 +16,7 @@ from . import loops
 from .digest import U64, Array, as_signed, as_words, bytes_fingerprint, cell_weights, field_salts
 
 _FEW_CELLS = 256
-_SALTS = field_salts(loops.GROUP_FIELDS + 2 * loops.MAX_GROUPS)
+_SALTS = field_salts(loops.GROUP_FIELDS + loops.GROUP_STRIDE * loops.MAX_GROUPS)
 
 
 class DigestSum:

@@ -16,7 +16,7 @@ import msgspec
 class GroupSpec(msgspec.Struct, frozen=True, array_like=True):
     """One cache group's pool: rows a block holds and how many blocks there are (the minimum over the ranks).
 
-    `window` 0 is full attention.
+    `window` 0 is full attention; otherwise a row may read the `window` rows before it, and older ones are given up.
     """
 
     name: str
@@ -82,13 +82,17 @@ class AdvanceGeneration(msgspec.Struct, frozen=True, array_like=True, tag="advan
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
-    """Matches, leases and reserves for one prompt; `tokens` are little-endian int32 bytes."""
+    """Matches, leases and reserves for one prompt; `tokens` are little-endian int32 bytes.
+
+    `evict` and `trim`, here and in a dispatch, are what an `Evict` would give back before.
+    """
 
     transaction: int
     scope: Scope
     tokens: bytes
     lookup: bool = True
     evict: tuple[NodeHandle, ...] = ()
+    trim: tuple[BlockHandle, ...] = ()
 
 
 class Dispatch(msgspec.Struct, frozen=True, array_like=True, tag="dispatch"):
@@ -97,6 +101,7 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True, tag="dispatch"):
     step: int
     rows: tuple[RowSpan, ...]
     evict: tuple[NodeHandle, ...] = ()
+    trim: tuple[BlockHandle, ...] = ()
 
 
 class Complete(msgspec.Struct, frozen=True, array_like=True, tag="complete"):
@@ -121,9 +126,14 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
 
 
 class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
-    """Gives back whole leaf edges, in order; a parent may follow its last child."""
+    """Gives back blocks of window groups one by one (`trim`), then whole leaf edges, in order.
+
+    A parent may follow its last child. An edge stays in the index when blocks of a window are trimmed; hits that
+    need them become shorter.
+    """
 
     nodes: tuple[NodeHandle, ...]
+    trim: tuple[BlockHandle, ...] = ()
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
@@ -155,6 +165,7 @@ class PackedDispatch(msgspec.Struct, frozen=True, array_like=True, tag="dispatch
     step: int
     rows: bytes
     evict: tuple[NodeHandle, ...] = ()
+    trim: tuple[BlockHandle, ...] = ()
 
 
 class PackedComplete(msgspec.Struct, frozen=True, array_like=True, tag="complete_packed"):
@@ -201,7 +212,7 @@ def pack(command: Command) -> Command:
         rows = array("q")
         for row in command.rows:
             rows.extend((row.request.slot, row.request.generation, row.start, row.count))
-        return PackedDispatch(command.step, _little(rows), command.evict)
+        return PackedDispatch(command.step, _little(rows), command.evict, command.trim)
     if isinstance(command, Complete):
         samples = array("q", [number for pair in command.sampled for number in pair])
         return PackedComplete(command.step, _little(samples), _little(array("q", command.discarded)))

@@ -123,15 +123,6 @@ class UnsupportedCacheGroups(LedgerRefusal):
 
 
 @dataclass(eq=False)
-class UnsupportedWindowGroup(LedgerRefusal):
-    """The group keeps a sliding window; this ledger keeps full attention only. The ledger stays empty."""
-
-    group: str
-    window: int
-    reason: ClassVar[str] = "unsupported_window_group"
-
-
-@dataclass(eq=False)
 class MalformedCommand(LedgerRefusal):
     """A field of the command cannot mean anything, whatever the state. Unchanged."""
 
@@ -268,10 +259,31 @@ class LockedLeafEvicted(LedgerRefusal):
 
 @dataclass(eq=False)
 class EvictLiveBlock(LedgerRefusal):
-    """An admission named a node of its own matched path for eviction (K045, K063). Nothing is reserved."""
+    """What a running request or the command's own hit reads was named for eviction (K045, K063). Nothing is evicted.
+
+    `node` is the edge that was named, or that holds the named window block (0: it is in no edge).
+    """
 
     node: int
     reason: ClassVar[str] = "evict_live_block"
+
+
+@dataclass(eq=False)
+class EdgePartiallyEvicted(LedgerRefusal):
+    """A block of full attention leaves the index with its whole edge only (K121). Nothing is evicted."""
+
+    group: int
+    block: int
+    reason: ClassVar[str] = "edge_partially_evicted"
+
+
+@dataclass(eq=False)
+class IndexFull(LedgerRefusal):
+    """A ledger of nothing but windows keeps a bounded number of edges; evict some. Nothing is published."""
+
+    requests: int
+    free_nodes: int
+    reason: ClassVar[str] = "index_full"
 
 
 @dataclass(eq=False)
@@ -316,6 +328,17 @@ class TruncateBeyondLength(LedgerRefusal):
     num_tokens: int
     known_tokens: int
     reason: ClassVar[str] = "truncate_beyond_length"
+
+
+@dataclass(eq=False)
+class WindowStateMissing(LedgerRefusal):
+    """The shorter request would read rows that its window has left behind (K108). Nothing is cut."""
+
+    slot: int
+    group: int
+    needed_row: int
+    first_held_row: int
+    reason: ClassVar[str] = "window_state_missing"
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ Owns every compiled function of kvcore; all of them and their callees stand in t
 caller does not notice a changed callee elsewhere. Invariant: integers only, one order of work, no state of
 its own; every write of a digested cell adds (new - old) times the cell's weight to `sums` (uint64 [4]:
 committed lanes, machine lanes).
-Layouts, int64: block records [blocks, 8]; request records [slots, 16 + 2 * groups]; `spaces` uint64 [4] holds
+Layouts, int64: block records [blocks, 8]; request records [slots, 16 + 3 * groups]; `spaces` uint64 [4] holds
 the key spaces of block records, free stack, table cells and request records. Tables and stacks are flat int32.
 Source: LEDGER "Determinism", "Two digests".
 """
@@ -19,14 +19,19 @@ from numba import config, njit
 
 from .digest import GOLDEN, SECOND, field_salts
 
-REF, ROWS, ENTRY, NODE, OWNER, GENERATION, PINS = range(7)
+REF, ROWS, ENTRY, NODE, OWNER, GENERATION, PINS, PLACE = range(8)
 BLOCK_FIELDS = 8
 
 ACTIVE, SCOPE, NUM_TOKENS, TOKEN_PRINT, VALID, SLOT_GENERATION, TERMINAL, SHARED = range(8)
 TRANSACTION, DISPATCHED, FLIGHT_STEP, FLIGHT_ROW, FLIGHT_COUNT, ENDING, CUT, BRANCH = range(8, 16)
 GROUP_FIELDS = 16
-"""Field of group g's number of blocks is 16 + 2 g; 17 + 2 g holds the block (+ 1) its tail is copied from."""
+GROUP_STRIDE = 3
+HELD, SOURCE, FIRST = range(GROUP_STRIDE)
+"""Group g's fields are 16 + 3 g and the two after it: cells in use, the block (+ 1) its tail is copied from, and how
+many leading cells its window has left behind."""
 MAX_GROUPS = 8
+GONE = -1
+"""The cell of a block that left its window. No kernel reads a cell that lies wholly outside the window."""
 
 EVICTABLE, LIVE, RESERVED = range(3)
 STALE, BUSY, SENSELESS, OUT_OF_ORDER, BEYOND_KNOWN, BEYOND_TABLE, FITS = range(7)
@@ -41,7 +46,7 @@ _S33 = np.uint64(33)
 _S29 = np.uint64(29)
 _ONE = np.uint64(1)
 _MINUS_ONE = np.uint64((1 << 64) - 1)
-_SALT_A, _SALT_B = field_salts(GROUP_FIELDS + 2 * MAX_GROUPS)
+_SALT_A, _SALT_B = field_salts(GROUP_FIELDS + GROUP_STRIDE * MAX_GROUPS)
 _LARGEST_TOKEN = (1 << 31) - 1
 _STRETCH = 256
 
@@ -453,7 +458,7 @@ def needed_blocks(rows, req, blk, table, width, size, group, copied):
     tails = 0
     for i in range(len(rows)):
         slot, start = rows[i, 0], rows[i, 2]
-        held = req[slot, GROUP_FIELDS + 2 * group]
+        held = req[slot, GROUP_FIELDS + GROUP_STRIDE * group]
         needed += _pages_for(start + rows[i, 3], held, size) - held
         page = _page_of(start, held, size)
         if page < held and start != page * size:
@@ -466,7 +471,7 @@ def needed_blocks(rows, req, blk, table, width, size, group, copied):
                 needed += 1
     if tails > 0:
         for i in range(len(rows)):
-            if rows[i, 2] // size < req[rows[i, 0], GROUP_FIELDS + 2 * group]:
+            if rows[i, 2] // size < req[rows[i, 0], GROUP_FIELDS + GROUP_STRIDE * group]:
                 copied[table[rows[i, 0] * width + rows[i, 2] // size]] = 0
     return needed
 
@@ -481,7 +486,7 @@ def grow_tables(
     taken = 0
     scrubbed = 0
     copied = 0
-    field = GROUP_FIELDS + 2 * group
+    field = GROUP_FIELDS + GROUP_STRIDE * group
     for i in range(len(rows)):
         slot, start = rows[i, 0], rows[i, 2]
         held = req[slot, field]
@@ -591,7 +596,7 @@ def read_outcomes(slots, req, samples, discarded, outcome):
 def fill_blocks(slots, outcome, req, blk, table, width, size, group, sources, spaces, sums, tally):
     """Rows of kept spans become valid in one group's blocks; sources of copies are listed; how many."""
     num_sources = 0
-    field = GROUP_FIELDS + 2 * group
+    field = GROUP_FIELDS + GROUP_STRIDE * group
     for i in range(len(slots)):
         slot = slots[i]
         source = req[slot, field + 1]
@@ -621,6 +626,31 @@ def fill_blocks(slots, outcome, req, blk, table, width, size, group, sources, sp
             tally[_class(ref, rows, node)] += 1
             page += 1
     return num_sources
+
+
+@_jit
+def slide_windows(slots, ends, req, table, width, size, window, group, gone, spaces, sums):
+    """Leaves behind the blocks of one group that lie wholly before the last `window` rows of rows [0, ends); they
+    are listed in `gone`; how many. `ends` int64 [slots]; a slot that is free by now has none.
+    """
+    count = 0
+    field = GROUP_FIELDS + GROUP_STRIDE * group
+    for i in range(len(slots)):
+        slot = slots[i]
+        first = req[slot, field + FIRST]
+        last = (ends[i] - window) // size
+        if req[slot, ACTIVE] == 0 or last <= first:
+            continue
+        for page in range(first, last):
+            at = slot * width + page
+            gone[count] = table[at]
+            count += 1
+            _set_cell(table, at, GONE, spaces[2], sums, 0)
+        req[slot, field + FIRST] = last
+        weight = _weight(spaces[3], slot)
+        sums[0] += _word(last - first) * _SALT_A[field + FIRST] * weight
+        sums[1] += _word(last - first) * _SALT_B[field + FIRST] * _other(weight)
+    return count
 
 
 @_jit
@@ -769,6 +799,8 @@ def evict_blocks(blk, blocks, cells, count, revoked, spaces, sums, tally):
     for i in range(len(blocks)):
         block = blocks[i]
         rows, node, entry = blk[block, ROWS], blk[block, NODE], blk[block, ENTRY]
+        place = blk[block, PLACE]
+        blk[block, PLACE] = 0
         blk[block, ROWS] = 0
         blk[block, NODE] = 0
         blk[block, ENTRY] = 0
@@ -777,8 +809,10 @@ def evict_blocks(blk, blocks, cells, count, revoked, spaces, sums, tally):
         other = _other(weight)
         sums[0] -= (_word(rows) * _SALT_A[ROWS] + _word(entry) * _SALT_A[ENTRY]) * weight
         sums[1] -= (_word(rows) * _SALT_B[ROWS] + _word(entry) * _SALT_B[ENTRY]) * other
-        sums[2] += (_SALT_A[GENERATION] - _word(node) * _SALT_A[NODE]) * weight
-        sums[3] += (_SALT_B[GENERATION] - _word(node) * _SALT_B[NODE]) * other
+        sums[2] += (
+            _SALT_A[GENERATION] - _word(node) * _SALT_A[NODE] - _word(place) * _SALT_A[PLACE]
+        ) * weight
+        sums[3] += (_SALT_B[GENERATION] - _word(node) * _SALT_B[NODE] - _word(place) * _SALT_B[PLACE]) * other
         tally[_class(blk[block, REF], rows, node)] -= 1
         tally[_class(blk[block, REF], 0, 0)] += 1
         if revoked[blk[block, OWNER]]:

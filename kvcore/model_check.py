@@ -21,10 +21,13 @@ from .model_faults import Digests, WriteSites, interrupted, replayed, write_site
 from .model_moves import WORLD, Bounds, moves, probes
 from .model_state import Arena, Snapshot, canonical_key
 
-__all__ = ["DEEP", "FAULT_STATES", "Bounds", "CheckReport", "Violation", "explore", "explore_all"]
+__all__ = ["DEEP", "FAULT_STATES", "WINDOW", "Bounds", "CheckReport", "Violation", "explore", "explore_all"]
 
 DEEP = Bounds(requests=1, longest=4, floors=0, prompts=((0, 0, 0, 0), (0, 0, 1)))
 """One request at a time over two index pages: edges are split, nodes have children."""
+
+WINDOW = Bounds(requests=1, longest=4, floors=0, prompts=((0, 0, 0, 0), (0, 0, 1)), window=1)
+"""The same where the single rows have a window of one row: blocks leave, are trimmed and come back."""
 
 FAULT_STATES = 32
 """States in which each distinct sequence of writes is interrupted."""
@@ -49,6 +52,7 @@ EXPECTED_REFUSALS = frozenset(
         "append_out_of_order",
         "double_release",
         "duplicate_transaction_id",
+        "edge_partially_evicted",
         "evict_live_block",
         "fork_of_unpublished_state",
         "internal_node_evicted",
@@ -63,9 +67,11 @@ EXPECTED_REFUSALS = frozenset(
         "stale_namespace_generation",
         "stale_request_generation",
         "stale_tree_version",
+        "stale_block_generation",
         "step_out_of_order",
         "truncate_beyond_length",
         "unknown_transaction",
+        "window_state_missing",
     }
 )
 
@@ -148,7 +154,10 @@ class _Search:
     """Visited states with the move that first led to each."""
 
     def __init__(self, bounds: Bounds, fault_states: int) -> None:
-        groups = (GroupSpec("pairs", 2, bounds.blocks), GroupSpec("singles", 1, bounds.singles))
+        groups = (
+            GroupSpec("pairs", 2, bounds.blocks),
+            GroupSpec("singles", 1, bounds.singles, bounds.window),
+        )
         self.bounds = bounds
         self.fault_states = fault_states
         self.genesis = Genesis(WORLD, groups, bounds.requests, bounds.longest, "model")

@@ -16,6 +16,7 @@ from .commands import (
     Abort,
     Admit,
     AdvanceGeneration,
+    BlockHandle,
     Command,
     Complete,
     Dispatch,
@@ -38,7 +39,10 @@ Probe = tuple[Command, tuple[type[LedgerRefusal], ...]]
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How small the ledger is. Two groups: pairs of rows (`blocks` blocks) and single rows (`singles` blocks)."""
+    """How small the ledger is. Two groups: pairs of rows (`blocks` blocks) and single rows (`singles` blocks).
+
+    Single rows have a window of `window` rows, 0 for none.
+    """
 
     blocks: int = 3
     singles: int = 5
@@ -46,6 +50,7 @@ class Bounds(msgspec.Struct, frozen=True):
     longest: int = 3
     floors: int = 1
     prompts: tuple[tuple[int, ...], ...] = ((0, 0, 0),)
+    window: int = 0
 
 
 class Running(msgspec.Struct):
@@ -99,10 +104,19 @@ def moves(ledger: Ledger, bounds: Bounds) -> Iterator[Command]:
             yield Abort(request.transaction)
     for leaf in leaves:
         yield Evict((leaf,))
+    for block in _idle_window_blocks(ledger):
+        yield Evict((), (block,))
+        for leaf in leaves[:1]:
+            yield Evict((leaf,), (block,))
     if state.tree.roots:
         yield Reset(scope)
     if floor < bounds.floors:
         yield AdvanceGeneration(NAMESPACE, floor + 1)
+
+
+def _idle_window_blocks(ledger: Ledger) -> tuple[BlockHandle, ...]:
+    lines = ledger.evictable_window_blocks()
+    return tuple([handle for line in lines for handle in line.handles(0, len(line.blocks))])
 
 
 def admit(ledger: Ledger, scope: Scope, prompt: tuple[int, ...], evict: tuple[NodeHandle, ...] = ()) -> Admit:
@@ -130,6 +144,8 @@ def _dispatches(
             yield Dispatch(step, (RowSpan(row.request, row.start, 1),))
         if leaves:
             yield Dispatch(step, (row,), leaves)
+        if idle := _idle_window_blocks(ledger):
+            yield Dispatch(step, (row,), leaves, idle)
     if len(rows) > 1:
         yield Dispatch(step, tuple(rows))
 
@@ -167,6 +183,8 @@ def probes(ledger: Ledger) -> Iterator[Probe]:
     for request in requests:
         yield from _request_probes(state.last_step, request)
     yield from _node_probes(ledger)
+    if state.windowed:
+        yield from _block_probes(ledger)
 
 
 def _slot_probes(slot: int, record: list[int], step: int) -> Iterator[Probe]:
@@ -197,6 +215,22 @@ def _request_probes(last_step: int, request: Running) -> Iterator[Probe]:
         yield Release(handle, "cancel"), (errors.DoubleRelease,)
     else:
         yield Truncate(handle, request.known + 1), (errors.TruncateBeyondLength,)
+
+
+def _block_probes(ledger: Ledger) -> Iterator[Probe]:
+    """Blocks that a trim may not name."""
+    state = ledger.state
+    for pool in state.pools:
+        for block, cells in enumerate(pool.records.cells.tolist()):
+            handle = BlockHandle(state.genesis.incarnation, pool.group, block, cells[loops.GENERATION])
+            later = msgspec.structs.replace(handle, generation=handle.generation + 1)
+            yield Evict((), (later,)), (errors.StaleBlockGeneration,)
+            if not pool.window:
+                yield Evict((), (handle,)), (errors.EdgePartiallyEvicted,)
+            elif cells[loops.REF]:
+                yield Evict((), (handle,)), (errors.EvictLiveBlock,)
+            elif not cells[loops.NODE]:
+                yield Evict((), (handle,)), (errors.MalformedCommand,)
 
 
 def _node_probes(ledger: Ledger) -> Iterator[Probe]:

@@ -17,6 +17,7 @@ from . import loops
 from .commands import Genesis
 from .digest import Array
 from .ledger import Ledger
+from .requests import group_field
 from .state import LedgerState
 from .tree import Branch
 
@@ -124,12 +125,14 @@ def _name_blocks(
 ) -> tuple[Any, ...]:
     """Blocks numbered as tables, tree and free queue name them, with what each of them is."""
     pool, tree = state.pools[group], state.tree
-    field = loops.GROUP_FIELDS + 2 * group
+    field = group_field(group)
     tables = state.requests.all_tables[group].tolist()
     names: dict[int, int] = {}
     seen: list[int] = []
 
     def name(block: int) -> int:
+        if block < 0:
+            return -1
         if block not in names:
             names[block] = len(names)
             seen.append(block)

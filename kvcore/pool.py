@@ -3,7 +3,8 @@
 Invariant per block, exclusive: free (no reference, no tree node) | evictable (no reference, tree node) |
 reserved (referenced, no valid row) | live (referenced, valid rows). A block's generation rises whenever it
 becomes free, so no handle survives a change of owner. `owner` is the scope whose bytes the block may still
-hold (0 = none: zeroed). `pins` counts copies of a dispatched step that still read the block.
+hold (0 = none: zeroed). `pins` counts copies of a dispatched step that still read the block. `place` is used where
+`window` is set: 1 + which block of its prefix an indexed block is, so that it can leave the index alone.
 Source: LEDGER; contracts K041, K044, K060, K066, K070, K074, K182, K187.
 """
 
@@ -65,8 +66,9 @@ class AdmittedBlocks(NamedTuple):
 class BlockPool:
     """Blocks [0, num_blocks) with references, valid rows, index entries, last owners and generations."""
 
-    def __init__(self, group: int, num_blocks: int, block_size: int, sums: Sums) -> None:
+    def __init__(self, group: int, num_blocks: int, block_size: int, sums: Sums, window: int = 0) -> None:
         self.group = group
+        self.window = window
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.sums = sums
@@ -79,6 +81,7 @@ class BlockPool:
         self.owner = records.column(loops.OWNER, "owner", sums.machine)
         self.generation = records.column(loops.GENERATION, "generation", sums.machine)
         self.pins = records.column(loops.PINS, "pins", sums.machine)
+        self.place = records.column(loops.PLACE, "place", sums.machine)
         self.free = IdStack(f"block{group}.free", num_blocks, 0, sums.machine)
         self.tally: Array = np.array([0, 0, 0, num_blocks], dtype=np.int64)
         self.spaces: Array = np.array([records.space, self.free.column.space, 0, 0], dtype=U64)
@@ -87,6 +90,13 @@ class BlockPool:
     def parts(self) -> list[Digested]:
         """Every array that has a share in a digest."""
         return [self.records, self.free.column]
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the longest request that has the pool for itself, a row at a time; with a window it may be boundless."""
+        if self.window and self.num_blocks > -(-(self.window + 1) // self.block_size):
+            return 1 << 62
+        return self.num_blocks * self.block_size
 
     def attach(self, table: Cells, requests: Records) -> None:
         """The table and the request records whose cells loops write together with this pool's."""
@@ -190,6 +200,12 @@ class BlockPool:
         words = entries.view(np.int64)
         loops.index_blocks(self.records.cells, blocks, node, words, self.spaces, self.sums.all, self.tally)
 
+    def index_places(self, blocks: Array, node: int, entries: Array, first: int) -> None:
+        """Enters those of consecutive blocks that are resident, with their places from `first` on."""
+        resident = np.flatnonzero(blocks >= 0)
+        self.index(blocks[resident], node, entries[resident])
+        self.place.write(blocks[resident], resident + first + 1)
+
     def move(self, blocks: Array, node: int) -> None:
         """Puts indexed blocks under another node; their entries stay."""
         self.index(blocks, node, self.records.cells[blocks, loops.ENTRY])
@@ -197,6 +213,8 @@ class BlockPool:
     def unindex(self, blocks: Array) -> None:
         """Takes blocks out of the index; the caller gives back those without a reference."""
         self.index(blocks, 0, np.zeros(len(blocks), dtype=np.int64))
+        if self.window:
+            self.place.write(blocks, 0)
 
     def set_rows(self, block: int, rows: int) -> None:
         """Valid rows of one block."""

@@ -2,7 +2,8 @@
 
 Invariant: only whole blocks whose every row is valid are entered, only beyond what the tree already has, and
 a running request is never repointed: where the tree holds the same tokens through other blocks, the request
-keeps its own and leases the tree's path besides, so that nothing under its entry can be evicted before it.
+keeps its own and leases the tree's path besides, so that nothing under its entry can be evicted before it. Window
+blocks that the tree lacks on the request's path are entered from the request; then its windows move on.
 Source: LEDGER "Commands"; contracts K062, K064, K099, K115 to K118, K216, K227.
 """
 
@@ -15,22 +16,33 @@ import numpy as np
 from . import loops
 from .commands import Publish
 from .digest import Array
+from .errors import IndexFull
 from .receipts import PublishedPath
 from .state import LedgerState, node_handles
-from .tree import TreeMatch
+from .tree import NOT_RESIDENT, TreeMatch
+from .windows import leave_behind, restore_windows
 
 
 def plan_publish(state: LedgerState, command: Publish) -> list[int]:
-    """Slots to publish. Raises: StaleRequestGeneration, StaleNamespaceGeneration; nothing changes."""
+    """Slots to publish. Raises: StaleRequestGeneration, StaleNamespaceGeneration, IndexFull; nothing changes."""
     slots = [state.requests.slot_of(handle) for handle in command.requests]
     for slot in slots:
         state.scopes.require_current(state.scopes.scope(int(state.requests.scope.array[slot])))
+    if not state.tree.locking and state.tree.free.count < 2 * len(slots):
+        raise IndexFull(len(slots), state.tree.free.count)
     return slots
 
 
 def commit_publish(state: LedgerState, slots: list[int]) -> dict[str, Any]:
     """Publishes request by request, so that later ones see what earlier ones entered; the receipt's fields."""
-    return {"entries": tuple([_publish_request(state, slot) for slot in slots])}
+    entries = tuple([_publish_request(state, slot) for slot in slots])
+    if not state.windowed:
+        return {"entries": entries}
+    published = np.array(sorted(set(slots)), dtype=np.int64)
+    ends = state.requests.valid_rows.array[published] // state.alignment * state.alignment
+    left, scrub = leave_behind(state, published, ends)
+    assert not any(len(blocks) for blocks in scrub), "a revoked scope was published"
+    return {"entries": entries, "left_window": left}
 
 
 def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
@@ -39,9 +51,13 @@ def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
     scope_id, terminal = record[loops.SCOPE], record[loops.TERMINAL]
     full = record[loops.VALID] // page
     found = tree.match(scope_id, requests.tokens[slot, : full * page], terminal, pages_only=True)
-    duplicates = 0
+    duplicates = restored = 0
     if found.nodes:
-        duplicates = len(_foreign(state, slot, found.nodes, tree.end_page(terminal), found.pages, 0))
+        lead = tree.locking[0] if tree.locking else 0
+        foreign = _foreign(state, slot, found.nodes, tree.end_page(terminal), found.pages, lead)
+        duplicates = int(np.count_nonzero(foreign != NOT_RESIDENT))
+    if state.windowed:
+        restored = restore_windows(state, slot, tree.path(terminal) + found.nodes, found.pages)
     if found.pages < full:
         terminal = _enter(state, slot, found, full, record)
         requests.terminal.put(slot, terminal)
@@ -52,6 +68,7 @@ def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
         max(found.pages, full) * page,
         duplicates,
         node_handles(tree, tree.path(terminal)),
+        restored,
     )
 
 
@@ -63,8 +80,8 @@ def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int, record: l
     if nodes:
         if found.last_pages < tree.pages.array.item(nodes[-1]):
             nodes[-1] = tree.split(nodes[-1], found.last_pages)
-        for group, pool in enumerate(state.pools):
-            pool.lease(_foreign(state, slot, nodes, first, found.pages, group))
+        for group in tree.locking:
+            state.pools[group].lease(_foreign(state, slot, nodes, first, found.pages, group))
     parent = nodes[-1] if nodes else terminal
     before = tree.end_sum[parent]
     suffix = requests.tokens[slot, found.pages * page : full * page]

@@ -1,7 +1,7 @@
 """What a ledger can be asked: read-only views and copies, none of which changes anything.
 
 Invariant: arrays handed out are read-only views of the state or copies; a handle that is not current is refused.
-Methods without a group speak of cache group 0.
+Methods without a group speak of cache group 0. A table's leading cells are `loops.GONE` where blocks left a window.
 Source: LEDGER; contracts K075, K187, K237.
 """
 
@@ -18,6 +18,7 @@ from .pool import PoolGauge
 from .receipts import PrefixMatch
 from .requests import RequestView
 from .state import LedgerState, node_handles
+from .windows import WindowLine, window_lines
 
 _NO_BLOCKS: Array = np.zeros(0, dtype=np.int64)
 _NO_BLOCKS.flags.writeable = False
@@ -107,7 +108,10 @@ class LedgerReads:
         return self.state.pools[group].gauge()
 
     def table(self, handle: RequestHandle, group: int = 0) -> Array:
-        """The request's blocks of one group in logical order, int64 copy. Raises: StaleRequestGeneration."""
+        """The request's blocks of one group in logical order, int64 copy, without those that left a window.
+
+        Raises: StaleRequestGeneration.
+        """
         return self.state.requests.table(self.state.requests.slot_of(handle), group)
 
     def floor(self, namespace: str) -> int:
@@ -169,6 +173,10 @@ class LedgerReads:
                 for handle, parent in zip(node_handles(tree, leaves), parents, strict=True)
             ]
         )
+
+    def evictable_window_blocks(self) -> tuple[WindowLine, ...]:
+        """For each group with a window, the blocks that a `trim` would accept now, those first in line in front."""
+        return window_lines(self.state)
 
     def node(self, handle: NodeHandle) -> NodeView:
         """One edge of the tree. Raises: StaleTreeVersion."""

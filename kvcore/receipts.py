@@ -17,7 +17,11 @@ OtherScrub = tuple[tuple[int, ...], ...]
 
 
 class PrefixMatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Lengths of one lookup in tokens. `limit` names the smallest one, `reason` says why it is not longer."""
+    """Lengths of one lookup in tokens. `limit` names the smallest one, `reason` says why it is not longer.
+
+    `junction` is the longest indexed boundary that every cache group can serve, whatever the cap; `recompute` is what
+    is left of the prompt beside `runtime`.
+    """
 
     prompt: int
     semantic: int
@@ -27,13 +31,16 @@ class PrefixMatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     runtime: int
     limit: str
     reason: str
+    junction: int
+    recompute: int
 
 
 class EvictionFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Nodes evicted inside another command, and the blocks that freed."""
+    """Nodes evicted and window blocks trimmed inside another command, and all blocks that freed."""
 
     nodes: int = 0
     freed_blocks: int = 0
+    trimmed_blocks: int = 0
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,10 +115,19 @@ class TruncateFacts(msgspec.Struct, frozen=True, array_like=True):
     scrub_others: OtherScrub = ()
 
 
+class LeftWindow(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one cache group that requests of a command left behind: freed ones, and those the index keeps."""
+
+    group: int
+    freed_blocks: int
+    evictable_blocks: int
+
+
 class CompleteReceipt(Receipt, frozen=True, kw_only=True, tag="complete"):
     """`sealed` counts, per row of the step, the index pages that became full (blocks, with one cache group).
 
-    `scrub` joins those of `truncated` and `released` and of copied blocks that nobody holds any more.
+    `scrub` joins those of copied blocks that nobody holds any more, of blocks that left a window, of `truncated` and
+    of `released`, in this order; `left_window` says how many left, by cache group.
     """
 
     step: int
@@ -120,10 +136,14 @@ class CompleteReceipt(Receipt, frozen=True, kw_only=True, tag="complete"):
     scrub: tuple[int, ...]
     scrub_others: OtherScrub = ()
     truncated: tuple[TruncateFacts, ...] = ()
+    left_window: tuple[LeftWindow, ...] = ()
 
 
 class PublishedPath(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Indexed tokens along one request's path before and after. `path` is what the request leases now."""
+    """Indexed tokens along one request's path before and after. `path` is what the request leases now.
+
+    `restored_blocks` counts window blocks that the tree had given up and has again, from this request.
+    """
 
     request: RequestHandle
     scope: Scope
@@ -131,10 +151,14 @@ class PublishedPath(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens_after: int
     duplicate_blocks: int
     path: tuple[NodeHandle, ...]
+    restored_blocks: int = 0
 
 
 class PublicationReceipt(Receipt, frozen=True, kw_only=True, tag="publish"):
+    """`left_window` says what requests left behind by cache group: once published, nothing waits for it."""
+
     entries: tuple[PublishedPath, ...]
+    left_window: tuple[LeftWindow, ...] = ()
 
 
 class ReleaseReceipt(Receipt, frozen=True, kw_only=True, tag="release"):
@@ -150,7 +174,10 @@ class ReleaseReceipt(Receipt, frozen=True, kw_only=True, tag="release"):
 
 
 class ForkReceipt(Receipt, frozen=True, kw_only=True, tag="fork"):
-    """`children` share `shared_blocks` blocks of each cache group's valid rows, summed over the groups."""
+    """`children` share `shared_blocks` blocks of each cache group's valid rows, summed over the groups.
+
+    Blocks that left a window are shared by nobody.
+    """
 
     parent: RequestHandle
     children: tuple[RequestHandle, ...]
@@ -182,6 +209,7 @@ class EvictReceipt(Receipt, frozen=True, kw_only=True, tag="evict"):
     nodes: int
     freed_blocks: int
     scrub: tuple[int, ...] = ()
+    trimmed_blocks: int = 0
 
 
 class AdvanceReceipt(Receipt, frozen=True, kw_only=True, tag="advance"):

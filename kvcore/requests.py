@@ -2,7 +2,8 @@
 
 Invariant: slot generations rise when a slot is given out (and when an admission is aborted); rows [0,
 valid_rows) have K/V, tokens [valid_rows, num_tokens) are known but not computed; at most one step of a
-request is in flight. Table cells beyond `num_blocks` are 0 and mean nothing.
+request is in flight. Table cells beyond `num_blocks` are 0 and mean nothing; the first `firsts` cells of a window
+group are `loops.GONE`: their blocks left the window, and nothing reads them.
 Source: LEDGER "In flight"; contracts K032, K053, K075, K211.
 """
 
@@ -56,7 +57,7 @@ class RequestTable:
         self.max_requests = max_requests
         self.max_model_len = max_model_len
         self._sums = sums
-        fields = loops.GROUP_FIELDS + 2 * len(groups)
+        fields = group_field(len(groups))
         records = Records("request", max_requests, fields)
         self.records = records
         committed, machine = sums.committed, sums.machine
@@ -76,9 +77,11 @@ class RequestTable:
         self.ending = records.column(loops.ENDING, "ending", machine)
         self.cut = records.column(loops.CUT, "cut", machine)
         self.branch = records.column(loops.BRANCH, "branch", machine)
-        at = loops.GROUP_FIELDS
-        self.blocks = [records.column(at + 2 * g, f"num_blocks{g}", committed) for g in range(len(groups))]
-        self.sources = [records.column(at + 2 * g + 1, f"source{g}", machine) for g in range(len(groups))]
+        numbers = range(len(groups))
+        held, source, first = [[group_field(g, part) for g in numbers] for part in range(loops.GROUP_STRIDE)]
+        self.blocks = [records.column(held[g], f"num_blocks{g}", committed) for g in numbers]
+        self.sources = [records.column(source[g], f"source{g}", machine) for g in numbers]
+        self.firsts = [records.column(first[g], f"first{g}", committed) for g in numbers]
         self.num_blocks = self.blocks[0]
         self.free = IdStack("request.free", max_requests, 0, machine)
         self.widths = [-(-max_model_len // group.block_size) for group in groups]
@@ -90,10 +93,10 @@ class RequestTable:
         self.tokens: Array = np.zeros((max_requests, max_model_len + 1), dtype=np.int32)
         self.marks: Array = np.zeros(max_requests, dtype=np.int64)
         self._lanes = self._lanes_of_fields(fields)
-        self._cleared: Array = np.array([*_CLEARED, *range(at, at + 2 * len(groups), 2)], dtype=np.int64)
-        first = [*range(loops.ACTIVE, loops.TRANSACTION + 1), *range(at, at + 2 * len(groups), 2)]
+        self._cleared: Array = np.array([*_CLEARED, *held, *first], dtype=np.int64)
         self._spaces: Array = np.array([records.space, self.free.column.space], dtype=np.uint64)
-        self._opened: Array = np.array(first, dtype=np.int64)
+        opened = [*range(loops.ACTIVE, loops.TRANSACTION + 1), *held]
+        self._opened: Array = np.array(opened, dtype=np.int64)
 
     def adopt_tables(self) -> None:
         """Views tables [max_requests, width] into the cells as they lie now."""
@@ -120,8 +123,13 @@ class RequestTable:
         return RequestHandle(slot, self.generation.array.item(slot))
 
     def table(self, slot: int, group: int = 0) -> Array:
-        """The request's blocks of one group in logical order, int64 copy."""
-        return self.all_tables[group][slot, : int(self.blocks[group].array[slot])].astype(np.int64)
+        """The request's blocks of one group in logical order, int64 copy, without those that left a window."""
+        first, held = int(self.firsts[group].array[slot]), int(self.blocks[group].array[slot])
+        return self.all_tables[group][slot, first:held].astype(np.int64)
+
+    def pages(self, slot: int, first: int, end: int, group: int) -> Array:
+        """Cells [first, end) of one group's table, int64 copy; `loops.GONE` where the block left the window."""
+        return self.all_tables[group][slot, first:end].astype(np.int64)
 
     def put(self, slot: int, fields: dict[int, int]) -> None:
         """Writes several fields (numbers of `loops`) of one slot."""
@@ -183,5 +191,11 @@ class RequestTable:
         """First lane of each field's digest, int64 [fields]."""
         lanes = np.full(fields, 2, dtype=np.int64)
         lanes[[loops.ACTIVE, loops.SCOPE, loops.NUM_TOKENS, loops.TOKEN_PRINT, loops.VALID]] = 0
-        lanes[loops.GROUP_FIELDS :: 2] = 0
+        lanes[loops.GROUP_FIELDS + loops.HELD :: loops.GROUP_STRIDE] = 0
+        lanes[loops.GROUP_FIELDS + loops.FIRST :: loops.GROUP_STRIDE] = 0
         return lanes
+
+
+def group_field(group: int, part: int = loops.HELD) -> int:
+    """Number of one of a group's fields in a request's record."""
+    return loops.GROUP_FIELDS + loops.GROUP_STRIDE * group + part

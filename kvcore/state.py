@@ -27,7 +27,6 @@ from .errors import (
     TokenOutOfRange,
     UnknownPhysicalBlock,
     UnsupportedCacheGroups,
-    UnsupportedWindowGroup,
 )
 from .handles import BlockHandles
 from .pool import BlockPool, Sums
@@ -55,12 +54,18 @@ class LedgerState:
         self.sums = Sums()
         self.weights = position_weights(genesis.max_model_len + 1)
         self.pools = tuple(
-            [BlockPool(g, group.num_blocks, group.block_size, self.sums) for g, group in enumerate(groups)]
+            [
+                BlockPool(g, group.num_blocks, group.block_size, self.sums, group.window)
+                for g, group in enumerate(groups)
+            ]
         )
         self.pool = self.pools[0]
-        self.tree = PrefixTree(self.pools, self.alignment, self.weights, self.sums)
+        self.no_blocks = (0,) * len(groups)
+        self.windowed = tuple([pool for pool in self.pools if pool.window])
+        self.tree = PrefixTree(self.pools, self.alignment, self.weights, self.sums, genesis.max_requests)
         self.scopes = ScopeTable(self.sums)
         self.requests = RequestTable(genesis.max_requests, genesis.max_model_len, groups, self.sums)
+        self.tree.terminals = self.requests.terminal
         for pool, cells in zip(self.pools, self.requests.cells, strict=True):
             pool.attach(cells, self.requests.records)
         counters = self.counters = Records("ledger", 1, 3)
@@ -68,8 +73,7 @@ class LedgerState:
         self.transaction_counter = counters.column(1, "transaction", self.sums.machine)
         self.world = counters.column(2, "world", self.sums.committed, unsigned=True)
         self.world.put(0, bytes_fingerprint(genesis.world + genesis.incarnation.encode()))
-        rows = [group.num_blocks * group.block_size for group in groups]
-        self.longest_prompt = min(genesis.max_model_len, *rows)
+        self.longest_prompt = min(genesis.max_model_len, *[pool.most_rows for pool in self.pools])
         self.flights: dict[int, Array] = {}
         self.serial = 0
         self.looked_up: tuple[Any, Any] | None = None
@@ -132,9 +136,12 @@ class LedgerState:
         return tokens
 
     def private_leases(self, slot: int, group: int) -> Array:
-        """Tree blocks the request leases besides its table: a path it published under, computed by another."""
+        """Tree blocks the request leases besides its table: a path it published under, computed by another.
+
+        None in a window group: what the index keeps there may go without the edge.
+        """
         terminal = int(self.requests.terminal.array[slot])
-        if not terminal:
+        if not terminal or self.pools[group].window:
             return _NO_BLOCKS
         path = self.tree.path_blocks(self.tree.path(terminal), group)
         return path[path != self.requests.all_tables[group][slot, : len(path)]]
@@ -146,11 +153,14 @@ class LedgerState:
         freed = evictable = 0
         scrub: list[Array] = []
         for group, pool in enumerate(self.pools):
-            first = slot * self.requests.widths[group]
+            cells, first = self.requests.cells[group], slot * self.requests.widths[group]
             held = self.requests.blocks[group].array.item(slot)
-            path = self.tree.path_blocks(nodes, group)
+            path = _NO_BLOCKS if pool.window else self.tree.path_blocks(nodes, group)
+            left = self.requests.firsts[group].array.item(slot)
+            if left:
+                cells.clear(first, first + left)
             more_freed, more_evictable, scrubbed = pool.release(
-                self.requests.cells[group], first, held, path, revoked
+                cells, first + left, held - left, path, revoked
             )
             freed, evictable = freed + more_freed, evictable + more_evictable
             scrub.append(scrubbed)
@@ -163,7 +173,7 @@ class LedgerState:
 
 
 def plan_genesis(command: Genesis) -> Genesis:
-    """Checks record 0. Raises: UnsupportedCacheGroups, UnsupportedWindowGroup, MalformedCommand; it stays empty."""
+    """Checks record 0. Raises: UnsupportedCacheGroups, MalformedCommand; it stays empty."""
     if not 0 < len(command.groups) <= loops.MAX_GROUPS:
         raise UnsupportedCacheGroups(len(command.groups), loops.MAX_GROUPS)
     sizes = {"max_requests": command.max_requests, "max_model_len": command.max_model_len}
@@ -171,8 +181,8 @@ def plan_genesis(command: Genesis) -> Genesis:
     if len(set(names)) != len(names):
         raise MalformedCommand("groups", f"names {names}")
     for group in command.groups:
-        if group.window:
-            raise UnsupportedWindowGroup(group.name, group.window)
+        if not 0 <= group.window < _LARGEST:
+            raise MalformedCommand("window", str(group.window))
         sizes |= {"block_size": group.block_size, "num_blocks": group.num_blocks}
         for field, size in sizes.items():
             if not 0 < size < _LARGEST:

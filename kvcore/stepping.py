@@ -4,7 +4,7 @@ Invariant: what a dispatched step may touch stays referenced until its Complete;
 and a block is sealed when its last row is. A row that would be written into a shared or indexed block gets a
 copy of it first, named in the Dispatch's receipt; the source is held until the Complete. Rows named as
 discarded stay unwritten territory. A truncation or release that came while the step was in flight takes
-effect at the end of its Complete.
+effect at the end of its Complete, and so do blocks that a window has left behind.
 Source: LEDGER "In flight"; contracts K039, K042, K046, K053, K055 to K057, K211, K227, K230.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from . import loops
 from .branching import truncate_now
-from .commands import Complete, Dispatch, NodeHandle, PackedComplete, PackedDispatch
+from .commands import Complete, Dispatch, PackedComplete, PackedDispatch
 from .digest import Array
 from .errors import (
     AppendOutOfOrder,
@@ -35,6 +35,7 @@ from .receipts import BlockCopy, ReleaseFacts, TruncateFacts
 from .release import release_now
 from .requests import RELEASE_REASONS
 from .state import LedgerState, require_counter
+from .windows import leave_behind
 
 _ITEM_BYTES = 8
 
@@ -70,15 +71,13 @@ def plan_dispatch(state: LedgerState, command: Dispatch | PackedDispatch) -> Dis
     )
     if fault != loops.FITS:
         raise _row_refusal(state, fault, *rows[at].tolist())
-    return DispatchPlan(command.step, rows, *_plan_room(state, rows, command.evict))
+    evictions = plan_evictions(state, command.evict, command.trim)
+    return DispatchPlan(command.step, rows, _plan_room(state, rows, evictions), evictions)
 
 
-def _plan_room(
-    state: LedgerState, rows: Array, evict: tuple[NodeHandle, ...]
-) -> tuple[tuple[int, ...], EvictionPlan]:
-    """Blocks each group needs, and the evictions. Raises: OutOfMemory and the refusals of evictions."""
+def _plan_room(state: LedgerState, rows: Array, evictions: EvictionPlan) -> tuple[int, ...]:
+    """Blocks each group needs. Raises: OutOfMemory for the first group that lacks them."""
     requests = state.requests
-    evictions = plan_evictions(state, evict)
     counts = []
     for group, pool in enumerate(state.pools):
         needed = loops.needed_blocks(
@@ -91,11 +90,11 @@ def _plan_room(
             group,
             pool.copied,
         )
-        free, named = pool.free.count, evictions.pages * state.tree.per_page[group]
+        free, named = pool.free.count, evictions.freed[group]
         if needed > free + named:
             raise OutOfMemory(needed, free, named, group)
         counts.append(needed)
-    return tuple(counts), evictions
+    return tuple(counts)
 
 
 def commit_dispatch(state: LedgerState, plan: DispatchPlan) -> dict[str, Any]:
@@ -170,6 +169,8 @@ def plan_complete(state: LedgerState, command: Complete | PackedComplete) -> Com
 def commit_complete(state: LedgerState, plan: CompletePlan) -> dict[str, Any]:
     """Makes rows valid, appends samples, unpins, carries out what was queued; the receipt's fields."""
     requests, cells = state.requests, state.requests.records.cells
+    # What a window leaves behind waits for one step more, so that all rows of this one can be published before.
+    starts = cells[plan.slots, loops.VALID] if state.windowed else plan.slots
     freed: list[Array] = []
     for group, pool in enumerate(state.pools):
         sources = np.empty(len(plan.slots), dtype=np.int64)
@@ -203,7 +204,11 @@ def commit_complete(state: LedgerState, plan: CompletePlan) -> dict[str, Any]:
     del state.flights[plan.step]
     truncated, released = _carry_out(state, plan.slots) if queued else ((), ())
     facts = (*truncated, *released)
+    left, gone = leave_behind(state, plan.slots, starts) if state.windowed else ((), ())
     scrub = [tuple(blocks.tolist()) for blocks in freed]
+    scrub = (
+        [joined + tuple(part.tolist()) for joined, part in zip(scrub, gone, strict=True)] if gone else scrub
+    )
     for item in facts:
         parts = (item.scrub, *item.scrub_others)
         scrub = [joined + part for joined, part in zip(scrub, parts, strict=True)]
@@ -214,6 +219,7 @@ def commit_complete(state: LedgerState, plan: CompletePlan) -> dict[str, Any]:
         "scrub": scrub[0],
         "scrub_others": tuple(scrub[1:]),
         "truncated": truncated,
+        "left_window": left,
     }
 
 

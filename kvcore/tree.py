@@ -4,8 +4,9 @@ Owns nodes (edge tokens int32 [pages * page_tokens], per cache group edge blocks
 block_size]) and their children. A page is the alignment of the groups: the least common multiple of their
 block sizes. Invariants: a node has at least one page; edges of one parent differ in their first page; a lease
 ends where an edge ends; whoever references blocks of an edge references its first ones, so the first block's
-count is the edge's lock. A `NodeHandle` names the boundary where an edge *ends*: splitting keeps the lower
-half's handle. Walks are loops, never recursion.
+count is the edge's lock. Groups with a window lock nothing: an edge holds `NOT_RESIDENT` where it has no block of
+theirs, and what is resident is told by their blocks' records. A `NodeHandle` names the boundary where an edge *ends*:
+splitting keeps the lower half's handle. Walks are loops, never recursion.
 Source: SGLang's RadixAttention (idea); LEDGER "Prefix tree"; contracts K111 to K121, K123.
 """
 
@@ -24,6 +25,8 @@ from .digest import Array
 from .pool import BlockPool, Sums
 
 Children = dict[bytes, int]
+NOT_RESIDENT = -1
+"""Stands in an edge's blocks of a window group where the tree holds none."""
 
 
 class Branch:
@@ -73,10 +76,16 @@ class TreeMatch(msgspec.Struct):
 class PrefixTree:
     """All roots over the pools of all cache groups. `blocks` are the edges' blocks in group 0."""
 
-    def __init__(self, pools: tuple[BlockPool, ...], page_tokens: int, weights: Array, sums: Sums) -> None:
-        # A node owns at least one page, so there are never more nodes than pages in the smallest pool.
-        size = 1 + min(pool.num_blocks * pool.block_size // page_tokens for pool in pools)
+    def __init__(
+        self, pools: tuple[BlockPool, ...], page_tokens: int, weights: Array, sums: Sums, requests: int
+    ) -> None:
+        # A node owns at least one page of full attention, so there are never more nodes than pages in those pools.
+        full = [pool for pool in pools if not pool.window]
+        bounded = [pool.num_blocks * pool.block_size // page_tokens for pool in full]
+        size = 1 + (min(bounded) if full else 2 * requests + 4 * min(pool.num_blocks for pool in pools))
         self._pools = pools
+        self.locking = [pool.group for pool in full]
+        self.terminals = Records("lease", 0, 1).column(0, "terminal", sums.machine)
         self._page = page_tokens
         self._weights = weights
         self.per_page = [page_tokens // pool.block_size for pool in pools]
@@ -159,10 +168,15 @@ class PrefixTree:
         return self.start.array.item(node) + self.pages.array.item(node)
 
     def lock(self, node: int) -> int:
-        """References to the edge: the count of its first block, in the group where it is highest."""
+        """References to the edge: the count of its first block, in the group of full attention where it is highest.
+
+        Where every group has a window, the requests that lease a path through it are counted.
+        """
+        if not self.locking:
+            return int(self._path_leases()[node])
         held = 0
-        for pool, first in zip(self._pools, self.first_blocks, strict=True):
-            count = pool.ref.array.item(first.item(node))
+        for group in self.locking:
+            count = self._pools[group].ref.array.item(self.first_blocks[group].item(node))
             if count > held:
                 held = count
         return held
@@ -204,9 +218,19 @@ class PrefixTree:
         """Leaves that may be evicted now, by node id (int64)."""
         used = (self.pages.array > 0) & (self.num_children == 0)
         leaves = np.flatnonzero(used)
-        for pool, first in zip(self._pools, self.first_blocks, strict=True):
-            leaves = leaves[pool.ref.array[first[leaves]] == 0]
+        if not self.locking:
+            return leaves[self._path_leases()[leaves] == 0]
+        for group in self.locking:
+            leaves = leaves[self._pools[group].ref.array[self.first_blocks[group][leaves]] == 0]
         return leaves
+
+    def _path_leases(self) -> Array:
+        """How many requests lease a path through each node, int64 [nodes], from their terminals."""
+        counts = np.zeros(len(self.pages.array), dtype=np.int64)
+        terminals = self.terminals.array
+        for node in terminals[terminals != 0].tolist():
+            counts[self.path(node)] += 1
+        return counts
 
     # Writing; the caller has checked legality. `blocks` are int64 arrays, one a group.
 
@@ -222,7 +246,7 @@ class PrefixTree:
         upper = self._create(scope, parent, start, tokens[:cut].copy(), uppers)
         self.end_sum[upper] = self._sum_after(parent, self.tokens[upper])
         for pool, part in zip(self._pools, uppers, strict=True):
-            pool.move(part, upper)
+            pool.move(_resident(pool, part), upper)
         self.tokens[node] = tokens[cut:].copy()
         for edges, part, end in zip(self.edges, blocks, ends, strict=True):
             edges[node] = part[end:].copy()
@@ -264,11 +288,16 @@ class PrefixTree:
         first = (self.end_page(node) * self._page) - len(tokens)
         for pool, part in zip(self._pools, blocks, strict=True):
             entries, end = self.prefix_entries(scope_print, tokens, first, before, pool.block_size)
-            pool.index(part, node, entries)
+            if pool.window:
+                pool.index_places(part, node, entries, first // pool.block_size)
+            else:
+                pool.index(part, node, entries)
             self.end_sum[node] = end
 
     def remove_leaves(self, nodes: tuple[int, ...]) -> tuple[Array, ...]:
-        """Takes leaf edges out of the tree, in this order; their blocks by group, last edge first, still indexed."""
+        """Takes leaf edges out of the tree, in this order; their resident blocks by group, last edge first, still
+        indexed.
+        """
         scopes, parents = self.scope.array, self.parent.array
         for node in nodes:
             scope, parent = scopes.item(node), parents.item(node)
@@ -281,7 +310,7 @@ class PrefixTree:
         return self._retire(nodes)
 
     def drop_root(self, scope: int) -> tuple[Array, ...]:
-        """Takes a whole root out of the tree; all its blocks by group, no longer indexed."""
+        """Takes a whole root out of the tree; all its resident blocks by group, no longer indexed."""
         nodes = tuple(self.subtree(scope))
         self.roots.pop(scope, None)
         dropped = self._retire(nodes)
@@ -364,11 +393,13 @@ class PrefixTree:
             first[node] = edges[node][0]
 
     def _retire(self, nodes: tuple[int, ...]) -> tuple[Array, ...]:
-        """Frees the records of nodes; the blocks they had, by group, last node first."""
+        """Frees the records of nodes; the resident blocks they had, by group, last node first."""
         if not nodes:
             return tuple([_NO_BLOCKS for _ in self._pools])
         last_first = nodes[::-1]
-        parts = tuple([self.path_blocks(list(last_first), group) for group in range(len(self._pools))])
+        parts = tuple(
+            [_resident(pool, self.path_blocks(list(last_first), pool.group)) for pool in self._pools]
+        )
         records, ids = self.records, self.free.column
         loops.retire_nodes(
             records.cells,
@@ -391,6 +422,12 @@ class PrefixTree:
                 edges[node] = edges[0]
         return parts
 
+    def mark(self, group: int, node: int, places: Array, blocks: Array | int) -> None:
+        """Puts blocks (or `NOT_RESIDENT`) at places of one edge; places count the group's blocks from the root."""
+        held = self.edges[group][node].copy()
+        held[places - int(self.start.array[node]) * self.per_page[group]] = blocks
+        self.edges[group][node] = held
+
     def _key(self, node: int) -> bytes:
         return self.tokens[node][: self._page].tobytes()
 
@@ -401,3 +438,7 @@ class PrefixTree:
         if branch is None:
             branch = self._branches[node] = Branch()
         return branch
+
+
+def _resident(pool: BlockPool, blocks: Array) -> Array:
+    return blocks[blocks != NOT_RESIDENT] if pool.window else blocks

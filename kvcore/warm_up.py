@@ -34,7 +34,7 @@ from .commands import (
 from .execution import shares_anything, take_snapshot
 from .ledger import Ledger
 
-_GROUPS = (GroupSpec("full", 2, 32), GroupSpec("coarse", 4, 16))
+_GROUPS = (GroupSpec("full", 2, 32), GroupSpec("coarse", 4, 16), GroupSpec("sliding", 2, 32, 10))
 
 
 class _Life:

@@ -37,7 +37,7 @@ from copyhold.kvcore.ledger import Ledger
 from copyhold.kvcore.log import Recorder, read_log
 from copyhold.kvcore.model_faults import PlantedFault, WriteSites, write_sites
 
-GROUPS = (GroupSpec("small", 2, 24), GroupSpec("large", 4, 16))
+GROUPS = (GroupSpec("small", 2, 24), GroupSpec("large", 4, 16), GroupSpec("sliding", 2, 24, 7))
 SCOPE = Scope("a", 1, b"w")
 
 
@@ -84,7 +84,7 @@ def _life(ledger: Ledger) -> Iterator[Command]:
     yield Release(ledger.running()[0], "finish")
     yield Evict(tuple(leaf.handle for leaf in ledger.evictable_leaves()[:1]))
     yield Reset(SCOPE)
-    yield admit(6, *range(9), namespace="c")
+    yield admit(6, *range(14), namespace="c")
     yield Dispatch(5, rows(0))
     yield Complete(5)
     yield Publish(ledger.running())

@@ -368,8 +368,3 @@ def _second_take(log: list[Any], taking: Admit, writes: WriteSites) -> int:
     writes.begin()
     trial.apply(taking)
     return [at for at, site in enumerate(writes.calls) if site == "admit_blocks"][1]
-
-
-@pytest.mark.skip(reason="sliding-window groups are refused by name (unsupported_window_group)")
-def test_b11_a_window_group_frees_each_distinct_block_once() -> None:
-    raise AssertionError("needs a window group")

@@ -16,7 +16,8 @@ from copyhold.kvcore.ledger import Ledger
 
 rng = random.Random(2024)
 ledger = Ledger()
-ledger.apply(Genesis(b"w" * 32, (GroupSpec("full", 4, 96), GroupSpec("coarse", 6, 80)), 12, 96, "pool"))
+groups = (GroupSpec("full", 4, 96), GroupSpec("coarse", 6, 80), GroupSpec("sliding", 2, 120, 10))
+ledger.apply(Genesis(b"w" * 32, groups, 12, 96, "pool"))
 scopes = {name: 1 for name in ("alpha", "beta", "gamma", "delta")}
 step = transaction = refused = 0
 digests = [ledger.machine_digest]
@@ -42,7 +43,9 @@ for turn in range(2500):
         transaction += 1
         leaves = ledger.evictable_leaves()
         evict = tuple(leaf.handle for leaf in rng.sample(leaves, min(len(leaves), rng.randrange(3))))
-        attempt(Admit(transaction, Scope(name, scopes[name], b"w"), tokens, rng.random() < 0.9, evict))
+        line = ledger.evictable_window_blocks()[0]
+        trim = line.handles(0, rng.randrange(4)) if rng.random() < 0.3 else ()
+        attempt(Admit(transaction, Scope(name, scopes[name], b"w"), tokens, rng.random() < 0.9, evict, trim))
     elif kind < 7 and idle:
         chosen = rng.sample(idle, rng.randrange(1, len(idle) + 1))
         rows = []

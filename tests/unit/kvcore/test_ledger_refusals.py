@@ -141,10 +141,44 @@ def _unsupported_cache_groups(driver: Any) -> Callable[[], object]:
     return _applying(driver, Genesis(b"w", (), 4, 64, "pool"))
 
 
-@case("unsupported_window_group")
-def _unsupported_window_group(driver: Any) -> Callable[[], object]:
+def _sliding(driver: Any, groups: tuple[GroupSpec, ...], requests: int = 4) -> None:
     driver.ledger = Ledger()
-    return _applying(driver, Genesis(b"w", (FULL, GroupSpec("sliding", 8, 16, 32)), 4, 64, "pool"))
+    driver.ledger.apply(Genesis(b"w" * 32, groups, requests, 64, "pool-1"))
+
+
+@case("window_state_missing")
+def _window_state_missing(driver: Any) -> Callable[[], object]:
+    _sliding(driver, (FULL, GroupSpec("sliding", 4, 16, 4)))
+    request = driver.ledger.apply(driver.admit_command(driver.tokens(1, 16))).request
+    for step in range(4):
+        driver.ledger.apply(Dispatch(step, (RowSpan(request, 4 * step, 4),)))
+        driver.ledger.apply(Complete(step))
+    return _applying(driver, Truncate(request, 9))
+
+
+@case("edge_partially_evicted")
+def _edge_partially_evicted(driver: Any) -> Callable[[], object]:
+    driver.serve(driver.tokens(1, 9))
+    block = int(driver.ledger.evictable_leaves()[0].blocks[0])
+    generation = int(driver.ledger.state.pool.generation.array[block])
+    return _applying(driver, Evict((), (BlockHandle("pool-1", 0, block, generation),)))
+
+
+@case("index_full")
+def _index_full(driver: Any) -> Callable[[], object]:
+    """One request, one block: six edges are all that the index keeps, of which five lost their block."""
+    _sliding(driver, (GroupSpec("sliding", 4, 1, 4),), 1)
+    for first in range(10, 100, 10):
+        request = driver.ledger.apply(driver.admit_command(driver.tokens(first, 4))).request
+        driver.ledger.apply(Dispatch(first, (RowSpan(request, 0, 4),)))
+        driver.ledger.apply(Complete(first))
+        if driver.ledger.state.tree.free.count < 2:
+            break
+        driver.ledger.apply(Publish((request,)))
+        driver.ledger.apply(Release(request, "finish"))
+        (line,) = driver.ledger.evictable_window_blocks()
+        driver.ledger.apply(Evict((), line.handles(0, 1)))
+    return _applying(driver, Publish((request,)))
 
 
 @case("malformed_command")

@@ -16,6 +16,7 @@ from copyhold.kvcore.model_check import (
     DEEP,
     EXPECTED_MOVES,
     EXPECTED_REFUSALS,
+    WINDOW,
     Bounds,
     CheckReport,
     explore,
@@ -38,16 +39,19 @@ def test_a_small_space_is_seen_completely_twice_alike() -> None:
 
 def test_every_move_and_every_refusal_occurs() -> None:
     deep, wide = explore(DEEP, fault_states=1), explore(Bounds(), 2500, 1)
+    window = explore(WINDOW, 1500, 1)
     assert deep.complete and not deep.violations and not wide.violations, wide.text()
+    assert not window.violations, window.text()
     assert set(deep.moves) | set(wide.moves) == EXPECTED_MOVES
-    assert set(deep.refusals) | set(wide.refusals) == EXPECTED_REFUSALS
+    assert set(deep.refusals) | set(wide.refusals) | set(window.refusals) == EXPECTED_REFUSALS
     assert not wide.document()["ok"], "a search that was cut short proves nothing"
 
 
 def test_every_write_of_every_sequence_is_interrupted() -> None:
     deep, wide = explore(DEEP, fault_states=4), explore(Bounds(), 1500, 4)
     assert deep.write_paths > 30 and wide.write_paths > 30
-    assert set(deep.faults) | set(wide.faults) == set(write_sites())
+    window = explore(WINDOW, 300, 4)
+    assert set(deep.faults) | set(wide.faults) | set(window.faults) == set(write_sites())
     figures = deep.document()["faults"]
     assert figures["injected"] == sum(deep.faults.values()) > 500
     both = explore_all((DEEP,))
