@@ -71,14 +71,14 @@ def judge(case: VerifyCase, found: RunFound) -> Check:
     missing = [name for name in found.needed if not found.counts.get(name)]
     faults = [f"{stream.failure}" for stream in found.streams if stream.failure]
     if case.bound_dtype == "float32" and equal < len(found.streams):
-        faults.append("other tokens")
+        faults.append("output_differs_from_uncached: other tokens")
     if not worst <= bound:
-        faults.append(f"logits differ by {worst:.1e}")
+        faults.append(f"numerical_mismatch: logits differ by {worst:.1e}")
     if case.deterministic and not all(same_bits(stream) for stream in found.streams):
-        faults.append("other bits")
+        faults.append("numerical_mismatch: other bits")
     rows = found.row_difference / found.largest_row if found.largest_row else 0.0
     if not rows <= (0.0 if case.deterministic else row_share):
-        faults.append(f"stored rows differ by {rows:.1e}")
+        faults.append(f"numerical_mismatch: stored rows differ by {rows:.1e}")
     if missing:
         faults.append(f"did not happen: {', '.join(missing)}")
     value: dict[str, Any] = {

@@ -565,7 +565,7 @@ ROWS: tuple[Reason, ...] = (
         "docs",
         "execution",
         ("K219",),
-        "The verdict of a comparison with an uncached run; a test's oracle.",
+        "The verdict of a comparison with an uncached run: `copyhold verify` and tests report it.",
     ),
     Reason(
         "empty_state_as_minus_infinity",
