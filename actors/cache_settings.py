@@ -7,6 +7,7 @@ from functools import partial
 
 import msgspec
 
+from .compared_policies import Gdsf, Lhd, S3Fifo, Sieve, WTinyLfu
 from .cost_policy import CostAware
 from .policies import Fifo, Filo, Lfu, Lru, Mru, Policy, SegmentedLru
 from .retention import RetentionLimits
@@ -27,7 +28,17 @@ SERVED_POLICIES: Mapping[str, MakePolicy] = {
 }
 """``priority`` is LRU below priorities; so is every other one below them, with its own order within a priority."""
 
-LAB_POLICIES: Mapping[str, MakePolicy] = {**SERVED_POLICIES, "mru": Mru, "filo": Filo}
+LAB_POLICIES: Mapping[str, MakePolicy] = {
+    **SERVED_POLICIES,
+    "mru": Mru,
+    "filo": Filo,
+    "gdsf": Gdsf,
+    "lhd": Lhd,
+    "s3-fifo": S3Fifo,
+    "sieve": Sieve,
+    "w-tinylfu": WTinyLfu,
+}
+"""What the lab plays beside them, to compare with."""
 
 
 class CacheSettings(msgspec.Struct, frozen=True):

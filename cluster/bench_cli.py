@@ -102,3 +102,27 @@ def bench_prefix(
         plot.write_text(growth_plot(report), "utf-8")
     Output(json).emit(report.document(), report.text())
     return 0 if report.ok else 1
+
+
+@bench.command("eviction")
+def bench_eviction(
+    traces: Annotated[
+        Path | None,
+        typer.Option("--traces", metavar="DIR", help="Folder of traces. [../shared/data, where present]"),
+    ] = None,
+    capacity: Annotated[
+        list[int] | None,
+        typer.Option("--capacity", min=1, max=1 << 24, help="Blocks; repeatable. [1000, 5000, 20000]"),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="NAME", help="Only this policy beside default and LRU.")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Hit rates of every eviction policy on traces of requests, beside LRU and the offline optimum."""
+    from .bench_eviction import CAPACITIES, run_eviction_bench
+
+    with progress_on_stderr() as say:
+        report = run_eviction_bench(traces, capacity or CAPACITIES, policy, say)
+    Output(json).emit(report.document(), report.text())
+    return 0 if report.ok else 1
