@@ -35,7 +35,7 @@ class Gdsf(Recency):
         self._uses[units] += 1
         self._credit[units] = self._floor + self._uses[units]
 
-    def held(self, units: Units) -> None:
+    def held(self, units: Units, reply_tokens: int = 0) -> None:
         return
 
     def freed(self, unit: int) -> None:
@@ -67,7 +67,7 @@ class Sieve(Recency):
         lap, age = self._hand
         self._lap[units] = lap + 1 + (self._last_use[units] <= age)
 
-    def held(self, units: Units) -> None:
+    def held(self, units: Units, reply_tokens: int = 0) -> None:
         return
 
     def freed(self, unit: int) -> None:
@@ -129,7 +129,7 @@ class S3Fifo(Recency):
             np.maximum(self._turn[chosen], self._hand_lap) + 1, self._hand_lap + 3
         )
 
-    def held(self, units: Units) -> None:
+    def held(self, units: Units, reply_tokens: int = 0) -> None:
         return
 
     def freed(self, unit: int) -> None:
@@ -186,7 +186,7 @@ class WTinyLfu(Recency):
         if self._counted >= self._period:
             self._counted, self._weight = 0, self._weight * 2.0
 
-    def held(self, units: Units) -> None:
+    def held(self, units: Units, reply_tokens: int = 0) -> None:
         return
 
     def lane(self, unit: int) -> int:
@@ -231,7 +231,7 @@ class Lhd(Recency):
         self._class[chosen] = 1 + np.minimum(np.log2(bins + 1).astype(np.int64), self.CLASSES - 2)
         self._last_use[chosen] = self._tick
 
-    def held(self, units: Units) -> None:
+    def held(self, units: Units, reply_tokens: int = 0) -> None:
         return
 
     def freed(self, unit: int) -> None:

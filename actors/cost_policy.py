@@ -1,11 +1,11 @@
 """Cost-aware eviction: prefill time that a unit is expected to save, per block and unit of time (K194).
 
-Owns what was learnt of returns. Uses are sorted into classes (how often used, opened or continued a conversation, last page
-of its path); of each class it learns at what age units come back. A unit's worth is the best rate it can reach if it is kept
-for some further while: expected returns, divided by the expected time held, times the prefill cost of its page. So a unit
-that has just been used is worth little where nobody returns at once, one whose time to return has come is worth most, and one
-that has outlived it is worth nothing. Statistics fade (K195). Identities evicted not long ago are remembered by their prefix
-fingerprints, so that what is evicted too early is learnt too. Nothing here is a wall clock: time is blocks published.
+Owns what is known of units. When a request ends, each of its blocks gets a level from what is known then: how often it was
+used, how long ago the last time, how much the request added to what it reused, how long its path and its reply are, whether the
+block is the path's last. A unit's worth is the best rate of returns it can reach if it is kept for some further while, times the
+prefill cost of its page: so a unit that has just been used is worth little where nobody returns at once, one whose time to
+return has come is worth most, and one that has outlived it is worth nothing. Identities evicted not long ago are remembered by
+their prefix fingerprints, so that what is evicted too early is learnt too. Nothing here is a wall clock: time is blocks asked.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from __future__ import annotations
 import numpy as np
 
 from .policies import Units, Worth, ignore_freed
+from .return_model import BANDS, ReturnModel, bands_of
 
-_OPENING, _CONTINUED = 0, 1
-_USES = (2, 3, 4, 6, 10, 32)
-"""Classes of a unit that was used again: at most so many uses, publication included, the last one open."""
 _REMEMBERED_LEAST = 1 << 16
 """Identities remembered by a small cache: returns take as long as in a big one."""
-_CLASSES = 2 + len(_USES) + 1
-_BANDS = 4
-"""Depth bands by cost: a page in band b costs (1 + b) times the first."""
+_DEPTHS = 4
+"""Depths by cost: a page of depth d costs (1 + d) times the first."""
+_USES = np.array([2, 3, 4, 5, 7, 11, 33])
+_AGES = 2.0 ** np.arange(9, 16)
+_SIZES = 8
+"""Sizes by octave, the last one open."""
+_REPLIES = 12
 
 
 def savings_rate(probability: float, tokens: int, ms_per_token: float, num_bytes: int) -> float:
@@ -30,7 +32,7 @@ def savings_rate(probability: float, tokens: int, ms_per_token: float, num_bytes
 
 
 class CostAware:
-    """Keeps what is expected to save most prefill time per block held. O(1) a use, O(classes) a choice."""
+    """Keeps what is expected to save most prefill time per block held. O(1) a use, O(levels) a choice."""
 
     both_ends = True
 
@@ -41,164 +43,139 @@ class CostAware:
         *,
         attention_pages: int = 0,
         remembered: int = 8,
-        fade_capacities: float = 64.0,
-        bins_per_octave: int = 2,
         learn_per_capacity: int = 4,
-        prior: float = 4.0,
     ) -> None:
         """``attention_pages``: depth at which attention costs as much as the rest of a page; 0: all pages cost alike."""
         self.attention_pages = attention_pages
         self._tick = 1
         self._last_use = np.zeros(num_units, dtype=np.int64)
-        self._class = np.zeros(num_units, dtype=np.int64)
-        self._band = np.zeros(num_units, dtype=np.int64)
+        self._level = np.zeros(num_units, dtype=np.int64)
+        self._depth = np.zeros(num_units, dtype=np.int64)
         self._print = np.zeros(num_units, dtype=np.uint64)
         size = 1 << (max(remembered * capacity, _REMEMBERED_LEAST) - 1).bit_length()
         self._mask = np.uint64(size - 1)
         self._known_print = np.zeros(size, dtype=np.uint64)
         self._known_last = np.zeros(size, dtype=np.int64)
-        self._known_class = np.zeros(size, dtype=np.int64)
         self._known_uses = np.zeros(size, dtype=np.int64)
-        self._returns = Returns(float(capacity), fade_capacities, bins_per_octave, prior)
-        self._learn_every = max(32, capacity // learn_per_capacity)
+        self._known_run = np.full(size, -1, dtype=np.int64)
+        first_band = int(bands_of(np.array([min(256, max(2, capacity // 4))]))[0])
+        self._returns = ReturnModel(_BAND_ODDS, _TRAIT_ODDS, len(_OFFSETS), first_band)
+        self._learn_every = max(64, capacity // learn_per_capacity)
         self._learn_at = self._learn_every
-        self._asked_pages = 0
+        self._fresh = [self._level_of_newcomer(0), self._level_of_newcomer(1)]
 
     def published(self, units: Units, first_page: int, prints: Units) -> None:
         count = len(units)
         if count == 0:
             return
-        marks = np.asarray(prints, dtype=np.uint64)
-        pages = np.arange(first_page, first_page + count)
-        self._print[units] = marks
-        self._band[units] = self._bands(pages)
-        ticks = np.arange(self._tick, self._tick + count)
-        fresh = _CONTINUED if self._asked_pages > 1 else _OPENING
-        self._use(np.asarray(units, dtype=np.int64), marks, ticks, fresh)
         self._tick += count
+        self._print[units] = np.asarray(prints, dtype=np.uint64)
+        self._depth[units] = self._depths(np.arange(first_page, first_page + count))
+        self._last_use[units] = self._tick
+        self._level[units] = round(self._fresh[first_page > 1])
 
     def touched(self, units: Units) -> None:
-        self._asked_pages = len(units)
         if len(units):
-            chosen = np.asarray(units, dtype=np.int64)
-            self._use(chosen, self._print[chosen], np.full(len(units), self._tick), _OPENING)
-            self._tick += 1
+            self._tick += len(units)
+            self._last_use[units] = self._tick
         if self._tick >= self._learn_at:
             self._learn_at = self._tick + self._learn_every
-            held = self._known_print != 0
-            self._returns.learn(self._tick, self._known_class[held], self._tick - self._known_last[held])
+            self._returns.learn(float(self._tick))
 
-    def held(self, units: Units) -> None:
-        return
+    def held(self, units: Units, reply_tokens: int = 0) -> None:
+        if len(units) == 0:
+            return
+        chosen = np.asarray(units, dtype=np.int64)
+        prints = self._print[chosen]
+        slots = (prints & self._mask).astype(np.int64)
+        known = self._known_print[slots] == prints
+        ages = np.where(known, self._last_use[chosen] - self._known_last[slots], 0)
+        runs = np.where(known, self._known_run[slots], -1)
+        self._returns.came_back(runs[runs >= 0], ages[runs >= 0].astype(np.float64))
+        uses = np.where(known, self._known_uses[slots] + 1, 1)
+        traits = _traits(uses, ages, known, reply_tokens)
+        starts = np.flatnonzero(np.concatenate([[True], (traits[1:] != traits[:-1]).any(axis=1)]))
+        lengths = np.diff(np.append(starts, len(chosen)))
+        levels = self._returns.level(traits[starts])
+        serials = self._returns.follow(traits[starts], float(self._tick))
+        self._level[chosen] = np.repeat(levels, lengths)
+        self._last_use[chosen] = self._tick
+        self._known_print[slots] = prints
+        self._known_last[slots] = self._tick
+        self._known_uses[slots] = uses
+        self._known_run[slots] = -1
+        self._known_run[slots[starts + lengths - 1]] = serials
+        if not known[-1]:
+            again = int(np.count_nonzero(known) > 1)
+            self._fresh[again] += 0.05 * (float(self._level[chosen[len(chosen) - 2]]) - self._fresh[again])
 
     freed = ignore_freed
 
     def lane(self, unit: int) -> int:
-        return int(self._class[unit] * _BANDS + self._band[unit])
+        return int(self._level[unit] * _DEPTHS + self._depth[unit])
 
     def key(self, unit: int) -> float:
         return float(self._last_use[unit])
 
     def worth(self, lane: int, key: float) -> Worth:
-        rate = self._returns.rate(lane // _BANDS, self._tick - key)
-        return (rate * (1 + lane % _BANDS), key)
+        rate = self._returns.rate(lane // _DEPTHS, self._tick - key)
+        return (rate * (1 + lane % _DEPTHS), key)
 
     def newcomer(self, first_page: int) -> Worth:
-        kind = _CONTINUED if first_page > 1 else _OPENING
-        band = int(self._bands(np.array([first_page]))[0])
-        return (self._returns.rate(kind, 0.0) * (1 + band), float(self._tick))
+        depth = int(self._depths(np.array([first_page]))[0])
+        return (self._returns.rate(round(self._fresh[first_page > 1]), 0.0) * (1 + depth), float(self._tick))
 
-    def _bands(self, pages: np.ndarray) -> np.ndarray:
+    def _depths(self, pages: np.ndarray) -> np.ndarray:
         if self.attention_pages == 0:
             return np.zeros(len(pages), dtype=np.int64)
-        return np.minimum(pages // self.attention_pages, _BANDS - 1)
+        return np.minimum(pages // self.attention_pages, _DEPTHS - 1)
 
-    def _use(self, units: np.ndarray, prints: np.ndarray, ticks: np.ndarray, fresh_class: int) -> None:
-        """One use of each unit: a return where its prefix was known."""
-        slots = (prints & self._mask).astype(np.int64)
-        known = self._known_print[slots] == prints
-        back = slots[known]
-        self._returns.record(self._known_class[back], ticks[known] - self._known_last[back])
-        uses = np.where(known, self._known_uses[slots] + 1, 1)
-        kinds = np.where(known, _CLASS_OF_USES[np.minimum(uses, len(_CLASS_OF_USES) - 1)], fresh_class)
-        self._known_print[slots] = prints
-        self._known_last[slots] = ticks
-        self._known_class[slots] = kinds
-        self._known_uses[slots] = uses
-        self._last_use[units] = ticks
-        self._class[units] = kinds
+    def _level_of_newcomer(self, again: int) -> float:
+        known = np.array([bool(again)] * 4 + [False] * 4)
+        traits = _traits(np.where(known, 2, 1), np.where(known, 4096, 0), known, 0)
+        return float(self._returns.level(traits[-2:-1])[0])
 
 
-class Returns:
-    """Ages at which units of each class come back, and the rate that follows."""
-
-    def __init__(self, capacity: float, fade_capacities: float, bins_per_octave: int, prior: float) -> None:
-        octaves = 30
-        self._per_octave = bins_per_octave
-        edges = np.concatenate([[0.0], 2.0 ** (np.arange(octaves * bins_per_octave + 1) / bins_per_octave)])
-        self._widths = np.diff(edges)
-        self._bins = len(self._widths)
-        middle = (edges[1:] + edges[:-1]) / 2
-        self._fade = fade_capacities * capacity
-        apart = middle[:, None] - middle[None, :]
-        self._reach = np.where(apart >= 0, np.exp2(-np.maximum(apart, 0) / self._fade), 0.0)
-        self._prior = prior
-        self._returned = np.zeros((_CLASSES, self._bins))
-        self._exposed = np.zeros((_CLASSES, self._bins))
-        self._recent = np.zeros((_CLASSES, self._bins))
-        self._learnt_at = 0.0
-        self._rates = np.zeros((_CLASSES, self._bins))
-        self._derive(self._exposed)
-        self._table = self._rates.tolist()
-
-    def record(self, classes: np.ndarray, ages: np.ndarray) -> None:
-        """These units came back at these ages."""
-        np.add.at(self._recent, (classes, self._bins_of(ages)), 1.0)
-
-    def rate(self, kind: int, age: float) -> float:
-        """Best expected returns per unit of time from here on."""
-        return self._table[kind][self._bin(age)]
-
-    def learn(self, tick: float, classes: np.ndarray, ages: np.ndarray) -> None:
-        """Fold in what was recorded; ``classes`` and ``ages`` are those that have not come back so far."""
-        faded = 2.0 ** (-(tick - self._learnt_at) / self._fade)
-        self._learnt_at = tick
-        self._returned = self._returned * faded + self._recent
-        self._exposed = self._exposed * faded + self._recent @ self._reach
-        self._recent = np.zeros_like(self._recent)
-        waiting = np.zeros_like(self._exposed)
-        np.add.at(waiting, (classes, self._bins_of(ages)), 1.0)
-        self._derive(self._exposed + waiting @ self._reach)
-        self._table = self._rates.tolist()
-
-    def _derive(self, exposed: np.ndarray) -> None:
-        """Hazard of each bin, pulled to that of all classes; then the best rate over all further whiles."""
-        overall = (self._returned.sum(axis=0) + 0.01) / (exposed.sum(axis=0) + 1.0)
-        hazard = (self._returned + self._prior * overall) / (exposed + self._prior)
-        hazard = np.minimum(hazard, 0.999)
-        kept = np.cumprod(1.0 - hazard, axis=1)
-        alive = np.concatenate([np.ones((_CLASSES, 1)), kept[:, :-1]], axis=1)
-        gain = _from_zero(alive * hazard)
-        time = _from_zero(alive * (1.0 - hazard / 2) * self._widths)
-        gained = gain[:, None, 1:] - gain[:, :-1, None]
-        waited = time[:, None, 1:] - time[:, :-1, None]
-        ahead = np.triu(np.ones((self._bins, self._bins), dtype=np.bool_))
-        rates = np.where(ahead, gained / np.where(ahead, np.maximum(waited, 1e-300), 1.0), 0.0)
-        self._rates = rates.max(axis=2)
-
-    def _bin(self, age: float) -> int:
-        # floor(log2(age ** n)) = floor(n * log2(age)), in integers and without a call into numpy.
-        return min(self._bins - 1, (int(age) ** self._per_octave).bit_length())
-
-    def _bins_of(self, ages: np.ndarray) -> np.ndarray:
-        bins = 1 + np.floor(np.log2(np.maximum(ages, 1)) * self._per_octave).astype(np.int64)
-        return np.where(ages < 1, 0, np.minimum(bins, self._bins - 1))
+def _octave(value: int) -> int:
+    return min(max(value, 1).bit_length() - 1, _SIZES - 1)
 
 
-def _from_zero(values: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+def _traits(uses: np.ndarray, ages: np.ndarray, known: np.ndarray, reply_tokens: int) -> np.ndarray:
+    """``[blocks, traits]``: indexes into the trait odds, for the blocks of one path."""
+    count = len(uses)
+    unknown = np.flatnonzero(~known)
+    reused = int(unknown[0]) if len(unknown) else count
+    kind = _SIZES if reused > 1 else 0
+    traits = np.empty((count, len(_OFFSETS)), dtype=np.int64)
+    traits[:, 0] = np.searchsorted(_USES, uses, side="right")
+    traits[:, 1] = np.where(known, 1 + np.searchsorted(_AGES, ages, side="right"), 0)
+    traits[:, 2] = kind + _octave(count - reused)
+    traits[:, 3] = kind + _octave(count)
+    traits[:, 4] = 0
+    traits[-1, 4] = 1
+    traits[:, 5] = min(max(reply_tokens, 0).bit_length(), _REPLIES - 1)
+    return traits + _OFFSETS
 
 
-_CLASS_OF_USES = np.array(
-    [_OPENING, _OPENING] + [2 + sum(uses > most for most in _USES) for uses in range(2, _USES[-1] + 2)]
+_TABLES: tuple[tuple[float, ...], ...] = (
+    # Used once, twice, 3, 4, 5 to 6, 7 to 10, 11 to 32 times, more: every further turn makes the next one likelier.
+    (-1.6, -1.4, -1.15, -0.95, -0.85, -0.55, 0.2, 6.5),
+    # Blocks asked since the use before: none before, under 512, and octaves from there. What came back sooner comes sooner.
+    (-1.6, 2.6, -0.9, -0.95, -1.3, -1.5, -1.55, -1.55, -1.8),
+    # Added to nothing that was reused, 1 block, 2 to 3, ...; then the same for what continued: short turns are conversations.
+    (0.1, 0.2, 0.15, 0.1, -0.1, 0.0, -0.1, -0.25, 0.45, 0.5, -0.1, -0.9, -0.6, -0.5, -0.8, -0.8),
+    # Length of the path in blocks: of one that opened; then of one that continued.
+    (0.0, 0.35, 0.2, 0.15, 0.0, -0.1, -0.1, -0.2, 0.0, -0.35, 0.0, -0.05, 0.25, 0.2, -0.15, -0.15),
+    # Not the last block of its path; the last, which a longer prompt replaces.
+    (1.9, -2.0),
+    # Tokens of the reply: unknown, 1, 2 to 3, ...: no answer, no next question.
+    (0.2, 1.1, -0.5, -0.15, 0.2, 0.15, 0.6, 0.3, 0.3, 0.2, 0.3, 0.4),
 )
+_OFFSETS = np.concatenate([[0], np.cumsum([len(one) for one in _TABLES])[:-1]]).astype(np.int64)
+_TRAIT_ODDS = np.concatenate([np.array(one) for one in _TABLES])
+_BAND_ODDS = np.interp(
+    np.arange(BANDS),
+    [0, 15, 19, 22, 25, 26, 31, 33, BANDS - 1],
+    [-9.5, -6.5, -6.5, -4.4, -2.2, -1.85, -1.85, -3.4, -3.4],
+)
+"""Nobody is back before an answer was read; most who return do so within four octaves after that."""

@@ -147,9 +147,11 @@ class Evictor:
         self._lifetimes.watch(path[-1], until_s)
         self.policy_of(namespace).published(blocks, first_page, self._prints(blocks))
 
-    def released(self, namespace: str, terminal: NodeHandle | None, blocks: np.ndarray) -> None:
+    def released(
+        self, namespace: str, terminal: NodeHandle | None, blocks: np.ndarray, reply_tokens: int = 0
+    ) -> None:
         """A request gave back its path, which ended at ``terminal``; ``blocks`` are those of its table in the index."""
-        self.policy_of(namespace).held(blocks)
+        self.policy_of(namespace).held(blocks, reply_tokens)
         if terminal is not None:
             self._queue(namespace).push(terminal)
 

@@ -75,8 +75,8 @@ class Prioritized:
     def touched(self, units: Units) -> None:
         self._policy.touched(units)
 
-    def held(self, units: Units) -> None:
-        self._policy.held(units)
+    def held(self, units: Units, reply_tokens: int = 0) -> None:
+        self._policy.held(units, reply_tokens)
 
     def freed(self, unit: int) -> None:
         self._policy.freed(unit)

@@ -511,7 +511,7 @@ class Scheduler:
         self._running.remove(entry)
         self._shares.give_back(namespace, receipt.freed_blocks)
         if not self._floors.above(entry.scope):
-            self.evictor.released(namespace, entry.terminal, indexed)
+            self.evictor.released(namespace, entry.terminal, indexed, len(entry.generated))
         else:
             self._floors.note_release(entry.scope, self._ledger.gauge().free)
         entry.handle = None

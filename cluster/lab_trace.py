@@ -31,6 +31,8 @@ class Trace(msgspec.Struct, frozen=True):
 
     paths: tuple[tuple[int, ...], ...]
     num_blocks: int
+    reply_tokens: tuple[int, ...] = ()
+    """Per request, the length of its reply, where the trace tells."""
 
     @property
     def asked_blocks(self) -> int:
@@ -62,26 +64,29 @@ def read_trace(file: FilePath, block_size: int) -> Trace:
         raise UsageError(f"cannot read {file}: {error}") from error
     numbers: dict[tuple[int, Any], int] = {}
     paths: list[tuple[int, ...]] = []
-    for labels in _requests(text, file, block_size):
+    replies: list[int] = []
+    for labels, reply_tokens in _requests(text, file, block_size):
         path: list[int] = []
         for label in labels:
             path.append(numbers.setdefault((path[-1] if path else -1, label), len(numbers)))
         if path:
             paths.append(tuple(path))
+            replies.append(reply_tokens)
     if not paths:
         raise UsageError(f"{file} holds no request")
-    return Trace(tuple(paths), len(numbers))
+    return Trace(tuple(paths), len(numbers), tuple(replies) if any(replies) else ())
 
 
-def _requests(text: str, file: FilePath, block_size: int) -> Iterator[Sequence[Any]]:
+def _requests(text: str, file: FilePath, block_size: int) -> Iterator[tuple[Sequence[Any], int]]:
+    """Labels of each request's blocks, and the tokens of its reply, 0 where they are not told."""
     lines = text.splitlines()
     if file.suffix.lower() == ".csv":
         for row in csv.reader(lines):
             cells = [cell.strip() for cell in row if cell.strip()]
             if len(cells) > 1:
-                yield _pages(cells, block_size)
+                yield _pages(cells, block_size), 0
             elif cells:
-                yield cells
+                yield cells, 0
         return
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -91,14 +96,15 @@ def _requests(text: str, file: FilePath, block_size: int) -> Iterator[Sequence[A
         except msgspec.DecodeError as error:
             raise UsageError(f"{file}, line {number}: {error}") from error
         if isinstance(value, dict):
+            reply = value.get("output_length", 0)
             value = value.get("hash_ids")
             if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
                 raise UsageError(f"{file}, line {number}: no list under hash_ids")
-            yield value
+            yield value, reply if type(reply) is int else 0
         elif isinstance(value, list) and all(type(token) is int for token in value):
-            yield _pages(value, block_size)
+            yield _pages(value, block_size), 0
         elif type(value) in (int, str):
-            yield [value]
+            yield [value], 0
         else:
             raise UsageError(
                 f"{file}, line {number}: neither an id, a token list nor an object with hash_ids"
@@ -128,7 +134,7 @@ class PrefixCache:
         """Numbers of the cached blocks."""
         return [block for block, held in enumerate(self._present) if held]
 
-    def ask(self, request: Sequence[int]) -> int:
+    def ask(self, request: Sequence[int], reply_tokens: int = 0) -> int:
         """One request; how many of its blocks were hits. Afterwards at most ``capacity`` blocks are cached."""
         path, hits = list(request), 0
         while hits < len(path) and self._present[path[hits]]:
@@ -137,6 +143,7 @@ class PrefixCache:
         self.policy.touched(path[:hits])
         if hits < len(path):
             self._publish(path, hits)
+        self.policy.held(path, reply_tokens)
         self._queue.push(path[-1])
         self._shrink()
         return hits
@@ -182,7 +189,8 @@ def replay(trace: Trace, policy: str, capacity: int) -> Replay:
         return _replay_optimum(trace, capacity, policy)
     started_s = time.perf_counter()
     cache = PrefixCache(DEFAULT_POLICY if policy == "default" else policy, trace.num_blocks, capacity)
-    hits = sum(cache.ask(path) for path in trace.paths)
+    replies = trace.reply_tokens or (0,) * len(trace.paths)
+    hits = sum(map(cache.ask, trace.paths, replies))
     return _result(trace, policy, capacity, started_s, hits, (cache.evictions, cache.published, cache.unused))
 
 
