@@ -175,7 +175,7 @@ _OFFSETS = np.concatenate([[0], np.cumsum([len(one) for one in _TABLES])[:-1]]).
 _TRAIT_ODDS = np.concatenate([np.array(one) for one in _TABLES])
 _BAND_ODDS = np.interp(
     np.arange(BANDS),
-    [0, 15, 19, 22, 25, 26, 31, 33, BANDS - 1],
-    [-9.5, -6.5, -6.5, -4.4, -2.2, -1.85, -1.85, -3.4, -3.4],
+    [0, 15, 19, 22, 25, 26, 28, 31, 33, BANDS - 1],
+    [-9.5, -6.5, -6.5, -4.4, -2.2, -1.85, -1.95, -2.6, -3.6, -4.5],
 )
 """Nobody is back before an answer was read; most who return do so within four octaves after that."""
