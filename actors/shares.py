@@ -2,7 +2,7 @@
 
 Owns floors and ceilings and the count of blocks by namespace, taken from receipts. ``strict``: floor = ceiling for every
 namespace, all of them together fit the pool, so no namespace's use changes what another one keeps. ``elastic``: who needs
-room takes it from anybody's blocks above their floor; what that shows to a neighbour is said in docs/eviction.md.
+room takes it from anybody's blocks above their floor; what that shows to a neighbour is said in docs/prefix-reuse.md.
 Invariant: held blocks of all namespaces and free blocks sum to the pool.
 """
 

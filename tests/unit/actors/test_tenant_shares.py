@@ -54,7 +54,7 @@ def test_strict_a_tenants_hits_are_the_same_whatever_its_neighbour_does(policy, 
 
 
 def test_elastic_a_neighbours_load_is_seen_in_a_tenants_hits():
-    """The leak of the elastic mode, as docs/eviction.md says it."""
+    """The leak of the elastic mode, as docs/prefix-reuse.md says it."""
 
     def second_look(neighbour: int) -> int | None:
         served = DryReplica(CacheSettings(policy="lru"), num_blocks=32)

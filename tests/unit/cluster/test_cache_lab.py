@@ -172,7 +172,7 @@ def test_a_wrong_call_is_exit_code_2(arguments):
 
 
 def test_the_examples_of_the_document_run(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[3] / "docs" / "eviction.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "prefix-reuse.md").read_text("utf-8")
     calls = re.findall(r"^\$ copyhold (lab .*)$", page, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("trace.jsonl").write_text("".join(json.dumps({"hash_ids": [0, n % 5]}) + "\n" for n in range(40)))
