@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from copyhold.kernels.dispatch import kernel_report
+
 from .agreement import ledger_findings
 from .errors import ReplicaStopped
 from .plan import KVAuditOrder
@@ -62,6 +64,7 @@ class OperatorCalls:
             "serving": self._serving(),
             "draining": self._draining,
             "deterministic": self._spec.deterministic,
+            "kernels": kernel_report(self._spec.kernels),
             "step_age_s": round(engine.step_age_s(), 3),
             "failure": self._lease_refusal,
             "running": running,

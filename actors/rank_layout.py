@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from copyhold.kernels.choices import KVDtype
 from copyhold.kvcore.axes import TensorLayout, tensor_layout
 from copyhold.kvcore.manifests import (
     GroupLayout,
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
 
 KEY_AXES = ("layer", "slot", "token/16", "kv_head", "lane", "token%16")
 VALUE_AXES = ("layer", "slot", "token/16", "kv_head", "token%16", "lane")
-_DTYPE = "float32"
+_STORED = {"uint16": "bfloat16", "int16": "float16"}
+"""What 16-bit arrays hold: see `KV_STORAGE` of kernels/interface.py."""
 _MODE = "paged_blocks"
 _ALLOCATOR = "copyhold.pool.v1"
 
 
-def declared_layout(world: WorldManifest, rank: int, num_blocks: int) -> RankLayout:
+def declared_layout(
+    world: WorldManifest, rank: int, num_blocks: int, kv_dtype: KVDtype = "float32"
+) -> RankLayout:
     """What the rank's pool must be in this world."""
     (group,) = world.groups
     dims = {
@@ -42,7 +46,7 @@ def declared_layout(world: WorldManifest, rank: int, num_blocks: int) -> RankLay
         "kv_head": world.kv_head_partition[rank],
         "lane": group.head_dim,
     }
-    tensors = tensor_layout(_DTYPE, KEY_AXES, dims), tensor_layout(_DTYPE, VALUE_AXES, dims)
+    tensors = tensor_layout(kv_dtype, KEY_AXES, dims), tensor_layout(kv_dtype, VALUE_AXES, dims)
     return _layout(world, world_digest(world), rank, num_blocks, dims["kv_head"], group.head_dim, tensors)
 
 
@@ -63,7 +67,7 @@ def attach(world: WorldManifest, served: bytes, rank: int, num_blocks: int, pool
     """
     mapped = mapped_layout(world, served, rank, pool)
     check_rank_layout(mapped, world)
-    require_same_layout(declared_layout(world, rank, num_blocks), mapped)
+    require_same_layout(declared_layout(world, rank, num_blocks, pool.kv_dtype), mapped)
     return rank_layout_digest(mapped).hex()
 
 
@@ -100,4 +104,4 @@ def _tensor(array: np.ndarray, tiles_per_block: int, axes: tuple[str, ...]) -> T
     elements = tuple(stride // array.itemsize for stride in array.strides)
     shape = (layers, tiles // tiles_per_block, tiles_per_block, *inner)
     strides = (elements[0], elements[1] * tiles_per_block, *elements[1:])
-    return TensorLayout(array.dtype.name, axes, shape, strides)
+    return TensorLayout(_STORED.get(array.dtype.name, array.dtype.name), axes, shape, strides)

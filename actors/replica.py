@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from ray.exceptions import RayError
 
+from copyhold.kernels.dispatch import KernelChoice
 from copyhold.kvcore.commands import Genesis, GroupSpec, Scope
 from copyhold.kvcore.identity import chain_digests
 from copyhold.namespace.authority import ClusterIdentity
@@ -70,6 +71,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     request_lifetime_s: float
     cache: CacheSettings = DEFAULT_CACHE
     deterministic: bool = False
+    kernels: KernelChoice | None = None
     recording: RecordingSettings | None = None
     pool: PoolFigures | None = None
 

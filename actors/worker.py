@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from copyhold.kernels.choices import SharedPrefix
+from copyhold.kernels.choices import BackendChoice, KVChoice, SharedPrefix
+from copyhold.kernels.dispatch import KernelChoice
 from copyhold.kvcore.contract_errors import ContractRefusal
 from copyhold.models.layout import CollectiveChoice
 
@@ -44,6 +45,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     collective: CollectiveChoice = "auto"
     deterministic: bool = False
     shared_prefix: SharedPrefix = "auto"
+    kernel_backend: BackendChoice = "auto"
+    kv_dtype: KVChoice = "auto"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -51,6 +54,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
     ``collective``: what ranks add through: none, shm or gloo. ``layout``: the RankLayoutDigest of its pool.
     ``shared_reads``: a ``SharedReadsReport`` as builtins.
+    ``kernels``: which backend serves, what K/V looks like, and what became of the other backends.
     """
 
     rank: int
@@ -64,6 +68,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     deterministic: bool = False
     layout: str = ""
     shared_reads: dict[str, Any] = {}
+    kernels: KernelChoice | None = None
 
 
 class TPWorker:
@@ -90,6 +95,7 @@ class TPWorker:
         """
         import torch
 
+        from copyhold.kernels.dispatch import choose_kernels
         from copyhold.kernels.pool import KVPool
         from copyhold.models.manifest import load_checkpoint
         from copyhold.namespace.certificate import RankSigner
@@ -102,16 +108,21 @@ class TPWorker:
         checkpoint = load_checkpoint(Path(self._spec.model_path))
         self._checkpoint = checkpoint
         self._partition = checkpoint.partitions[self._spec.rank]
+        kv_heads, head_dim = len(self._partition.kv_heads), checkpoint.config.head_dim
+        self._choice = choose_kernels(
+            self._spec.kernel_backend, self._spec.kv_dtype, kv_heads, head_dim, self._spec.block_size
+        )
         self._pool = KVPool(
             checkpoint.config.num_layers,
             self._spec.num_blocks,
-            len(self._partition.kv_heads),
-            checkpoint.config.head_dim,
+            kv_heads,
+            head_dim,
             self._spec.block_size,
+            self._choice.kv_dtype,
         )
         try:
             self._layout = attach(
-                world_manifest(checkpoint, self._spec.block_size),
+                world_manifest(checkpoint, self._spec.block_size, self._choice.kv_dtype),
                 self._spec.world,
                 self._spec.rank,
                 self._spec.num_blocks,
@@ -122,6 +133,10 @@ class TPWorker:
         self._signer = RankSigner(self._signer_seed)
         return self._signer.public_key.hex()
 
+    def kernels(self) -> KernelChoice:
+        """Which backend this rank chose, after ``load``."""
+        return self._choice
+
     def open_store(self) -> int:
         """Rank 0: open the rendezvous store of this incarnation's process group; returns its port."""
         from copyhold.models.collective import RendezvousStore
@@ -131,6 +146,7 @@ class TPWorker:
 
     def join(self, port: int) -> None:
         """Join the process group and load this rank's shard."""
+        from copyhold.kernels.dispatch import backend_named
         from copyhold.models.llama import LlamaShard
 
         from .rank import Rank
@@ -144,6 +160,7 @@ class TPWorker:
             self._spec.max_step_tokens,
             self._checkpoint.dtype,
             self._spec.deterministic,
+            backend_named(self._choice.backend),
         )
         self._rank = Rank(
             self._spec.rank,
@@ -151,17 +168,19 @@ class TPWorker:
             self._shard,
             self._pool,
             self._signer,
-            self._spec.shared_prefix,
+            self._spec.shared_prefix if self._choice.backend == "cpu" else "off",
         )
 
     def warm_up(self) -> int:
         """One step on a block that is zeroed again; returns how many loops had to be compiled."""
         from copyhold.kernels import cpu, exchange
+        from copyhold.kernels.dispatch import backend_named
         from copyhold.kvcore import warm_up as ledger
 
         from .rank import warm_up_step
 
-        cpu.warm_up()
+        cpu.warm_up(self._choice.kv_dtype)  # the pool's own loops are the cpu's, whoever attends
+        backend_named(self._choice.backend).warm_up(self._choice.kv_dtype)
         exchange.warm_up()
         ledger.warm_up()
         warm_up_step(self._shard)
@@ -207,6 +226,7 @@ class TPWorker:
             layout=self._layout,
             deterministic=self._shard.deterministic,
             shared_reads=msgspec.to_builtins(self._rank.shared_reads.report()),
+            kernels=self._choice,
         )
 
     def _collective(self, port: int) -> Collective:

@@ -6,6 +6,7 @@ the result keys every prefix root and names no rank's own layout.
 
 from __future__ import annotations
 
+from copyhold.kernels.choices import KVDtype
 from copyhold.kvcore.identity import CacheGroupManifest, WorldManifest, world_digest
 from copyhold.models.manifest import ConvertedCheckpoint
 
@@ -15,13 +16,15 @@ CACHE_ABI = "copyhold.llama.rope-on-keys.v1"
 FULL_ATTENTION = "full"
 
 
-def world_of(checkpoint: ConvertedCheckpoint, block_size: int) -> bytes:
+def world_of(checkpoint: ConvertedCheckpoint, block_size: int, kv_dtype: KVDtype = "float32") -> bytes:
     """SHA-256 of the world this checkpoint serves under, split as its partitions say."""
-    return world_digest(world_manifest(checkpoint, block_size))
+    return world_digest(world_manifest(checkpoint, block_size, kv_dtype))
 
 
-def world_manifest(checkpoint: ConvertedCheckpoint, block_size: int) -> WorldManifest:
-    """The world itself."""
+def world_manifest(
+    checkpoint: ConvertedCheckpoint, block_size: int, kv_dtype: KVDtype = "float32"
+) -> WorldManifest:
+    """The world itself. Rows of another storage type are other content: they are another world."""
     config = checkpoint.config
     scaling = config.rope_scaling
     group = CacheGroupManifest(
@@ -39,7 +42,7 @@ def world_manifest(checkpoint: ConvertedCheckpoint, block_size: int) -> WorldMan
         cache_abi=CACHE_ABI,
         groups=(group,),
         position_contract=f"rope theta={config.rope_theta!r} scaling={scaling!r} from 0, contiguous",
-        quantization=checkpoint.dtype,
+        quantization=checkpoint.dtype if kv_dtype == "float32" else f"{checkpoint.dtype}, K/V {kv_dtype}",
         tp_degree=checkpoint.tp_size,
         kv_head_partition=tuple(len(part.kv_heads) for part in checkpoint.partitions),
         num_layers=config.num_layers,

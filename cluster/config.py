@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from copyhold.actors.recording_settings import RecordingSettings
-from copyhold.kernels.choices import SharedPrefix
+from copyhold.kernels.choices import BackendChoice, KVChoice, KVDtype, SharedPrefix, kv_dtype_for
 from copyhold.models.layout import CollectiveChoice, Dtype
 from copyhold.namespace.errors import StoreAddressRefused
 from copyhold.namespace.store_target import StoreAddress, parse_store_address
@@ -72,8 +72,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, _bounded("path", "Admin unix socket; empty: admin.sock in the run folder.")
     ] = ""
     dtype: Annotated[
-        str, _bounded("", "Weights and linears: float32 or bfloat16, about twice as fast; K/V stays float32.")
+        str, _bounded("", "Weights and linears: float32 or bfloat16, about twice as fast; see kv_dtype.")
     ] = "float32"
+    kv_dtype: Annotated[
+        str,
+        _bounded(
+            "",
+            "K/V rows: float32, bfloat16, float16, or auto: float32, exact. 16 bits hold twice the tokens.",
+        ),
+    ] = "auto"
+    kernel_backend: Annotated[
+        str, _bounded("", "Kernels: cpu, reference (float64, slow, for checks), or auto: the cpu's.")
+    ] = "auto"
     block_size: Annotated[int, _bounded("tokens", "Token rows per K/V block; a multiple of 16.", 16, 256)] = (
         16
     )
@@ -226,6 +236,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if self.dtype not in get_args(Dtype):
             raise ConfigError("dtype", f"dtype = {self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
+        for key, known in (("kv_dtype", get_args(KVChoice)), ("kernel_backend", get_args(BackendChoice))):
+            if getattr(self, key) not in known:
+                raise ConfigError(key, f"{key} = {getattr(self, key)!r} is not one of {', '.join(known)}")
         if self.block_size % 16:
             raise ConfigError("block_size", f"block_size = {self.block_size} is not a multiple of 16 tokens")
         if self.pool_tokens % self.block_size and not self.pool_mb:
@@ -273,6 +286,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def num_blocks(self) -> int:
         """Blocks of each rank's pool; where ``pool_mb`` sizes it, of the settings that the driver makes of it."""
         return self.pool_tokens // self.block_size
+
+    @property
+    def kv_storage(self) -> KVDtype:
+        """How K/V rows are kept."""
+        return kv_dtype_for(msgspec.convert(self.kv_dtype, KVChoice))
 
     @property
     def recording(self) -> RecordingSettings | None:

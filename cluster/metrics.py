@@ -98,6 +98,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "Log indices at which all ledgers were compared.",
     ),
     MetricSpec("copyhold_differing_log_indices_total", "counter", _REPLICA, "Comparisons that failed."),
+    MetricSpec(
+        "copyhold_kernel_backends",
+        "gauge",
+        _KIND,
+        "Kernel backends asked at start, by what became of each: cpu_selected, reference_not_needed, ...",
+    ),
     MetricSpec("copyhold_rank_steps_total", "counter", _RANK, "Steps a rank has executed."),
     MetricSpec("copyhold_rank_log_index", "gauge", _RANK, "Next log index of the rank's ledger."),
     MetricSpec(
@@ -204,6 +210,9 @@ def _replica_samples(replica: Labels, figures: Mapping[str, Any]) -> Iterator[tu
     pool = figures.get("pool", {})
     for sample in _by_kind(replica, {kind: pool[kind] for kind in _POOL_KINDS if kind in pool}):
         yield "copyhold_pool_blocks", sample
+    asked = figures.get("kernels", {}).get("considered", ())
+    for sample in _by_kind(replica, {f"{each['backend']}_{each['outcome']}": 1 for each in asked}):
+        yield "copyhold_kernel_backends", sample
     for rank, position in enumerate(figures.get("ranks", ())):
         for name, key in (("copyhold_rank_steps_total", "steps"), ("copyhold_rank_log_index", "log_index")):
             if key in position:

@@ -15,6 +15,8 @@ import msgspec
 import psutil
 
 from copyhold.actors.pool_figures import PoolFigures
+from copyhold.kernels.choices import KVDtype
+from copyhold.kvcore.axes import SCALAR_BYTES
 from copyhold.kvcore.byte_errors import PoolBelowMinimum
 from copyhold.kvcore.sizing import GroupDemand, size_pools
 from copyhold.models.manifest import ConvertedCheckpoint
@@ -24,11 +26,11 @@ from .errors import PoolRefused
 
 MB = 10**6
 _GROUP = "full"
-_SCALAR_BYTES = 4
-"""K/V rows are kept in float32, whatever the weights are."""
 
 
-def rank_demands(checkpoint: ConvertedCheckpoint, block_size: int) -> list[list[GroupDemand]]:
+def rank_demands(
+    checkpoint: ConvertedCheckpoint, block_size: int, kv_dtype: KVDtype = "float32"
+) -> list[list[GroupDemand]]:
     """By rank: bytes of one K and V row over all layers, for the KV heads that the rank holds."""
     config = checkpoint.config
     return [
@@ -36,7 +38,7 @@ def rank_demands(checkpoint: ConvertedCheckpoint, block_size: int) -> list[list[
             GroupDemand(
                 _GROUP,
                 block_size,
-                2 * config.num_layers * len(part.kv_heads) * config.head_dim * _SCALAR_BYTES,
+                2 * config.num_layers * len(part.kv_heads) * config.head_dim * SCALAR_BYTES[kv_dtype],
             )
         ]
         for part in checkpoint.partitions
@@ -69,7 +71,7 @@ def size_from_memory(
 
 def pool_figures(config: Config, checkpoint: ConvertedCheckpoint) -> PoolFigures:
     """The pool of each replica. Raises: PoolRefused with the missing bytes."""
-    demands = rank_demands(checkpoint, config.block_size)
+    demands = rank_demands(checkpoint, config.block_size, config.kv_storage)
     if config.pool_mb:
         longest = min(config.max_model_len, checkpoint.config.max_positions)
         return size_from_memory([config.pool_mb * MB] * len(demands), demands, longest)

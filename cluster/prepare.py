@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from copyhold.kernels.choices import KVDtype
+
 from .launch import Failed, Stage, read_launch_spec
 
 
@@ -33,12 +35,12 @@ def prepared_model(run_dir: str | Path) -> PreparedModel:
     return msgspec.json.decode(prepared_path(run_dir).read_bytes(), type=PreparedModel)
 
 
-def compile_kernels() -> None:
+def compile_kernels(kv_dtype: KVDtype = "float32") -> None:
     """Fill the package's own caches: attention, sums over ranks, the ledger's loops. Seconds once, then nothing."""
     from copyhold.kernels import cpu, exchange
     from copyhold.kvcore import warm_up as ledger
 
-    cpu.warm_up()
+    cpu.warm_up(kv_dtype)
     exchange.warm_up()
     ledger.warm_up()
 
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
         _say(Failed(type(error).__name__, str(error)))
         return 1
     _say(Stage("kernels", "compiling"))
-    compile_kernels()
+    compile_kernels(spec.config.kv_storage)
     prepared = PreparedModel(str(checkpoint.path), checkpoint.digest)
     prepared_path(spec.run_dir).write_bytes(msgspec.json.encode(prepared))
     return 0

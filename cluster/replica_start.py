@@ -19,7 +19,9 @@ from copyhold.actors.names import replica_name, worker_name
 from copyhold.actors.replica import Replica, ReplicaSpec
 from copyhold.actors.worker import TPWorker, WorkerSpec
 from copyhold.actors.world import world_of
-from copyhold.kernels.choices import SharedPrefix
+from copyhold.kernels.choices import BackendChoice, KVChoice, SharedPrefix
+from copyhold.kernels.dispatch import KernelChoice
+from copyhold.kernels.errors import KernelContractMismatch
 from copyhold.kvcore.contract_errors import ContractRefusal
 from copyhold.models.layout import CollectiveChoice
 from copyhold.models.manifest import ConvertedCheckpoint
@@ -45,6 +47,7 @@ class RunningReplica:
     group: Any
     workers: list[Any] = field(default_factory=list)
     replica: Any = None
+    kernels: KernelChoice | None = None
     processes: list[ProcessIdentity] = field(default_factory=list)
 
 
@@ -108,10 +111,12 @@ class ReplicaStarter:
                 max_step_tokens=config.step_budget_tokens,
                 collective_timeout_s=config.collective_timeout_s,
                 channel_path=self._channel_path(running.incarnation),
-                world=world_of(self._checkpoint, config.block_size),
+                world=world_of(self._checkpoint, config.block_size, config.kv_storage),
                 collective=msgspec.convert(config.collective, CollectiveChoice),
                 deterministic=config.deterministic,
                 shared_prefix=msgspec.convert(config.shared_prefix, SharedPrefix),
+                kernel_backend=msgspec.convert(config.kernel_backend, BackendChoice),
+                kv_dtype=msgspec.convert(config.kv_dtype, KVChoice),
             )
             options = self._options(running, rank + 1) | {"max_concurrency": 2}
             name = worker_name(running.incarnation, rank)
@@ -121,18 +126,31 @@ class ReplicaStarter:
         for rank, refusal in enumerate(keys):
             if isinstance(refusal, ContractRefusal):
                 raise RankRefused(f"rank {rank} of {running.incarnation}: {refusal}")
+        running.kernels = self._kernels(running)
         port = self._get(running.workers[0].open_store.remote())
         self._get([worker.join.remote(port) for worker in running.workers])
         self._get([worker.warm_up.remote() for worker in running.workers])
         return tuple(keys)
 
+    def _kernels(self, running: RunningReplica) -> KernelChoice:
+        """What the ranks chose, which must be one backend and one K/V type. Raises: KernelContractMismatch."""
+        first, *others = self._get([worker.kernels.remote() for worker in running.workers])
+        for rank, other in enumerate(others, start=1):
+            if (other.backend, other.kv_dtype) != (first.backend, first.kv_dtype):
+                raise KernelContractMismatch(
+                    f"rank {rank} has {other.backend} kernels over {other.kv_dtype}, rank 0 {first.backend} "
+                    f"over {first.kv_dtype}"
+                )
+        return first
+
     def _start_replica(self, running: RunningReplica, cluster: ClusterIdentity) -> None:
-        config = self._config
+        config, kernels = self._config, running.kernels
+        assert kernels is not None, "ranks start before their replica"
         spec = ReplicaSpec(
             name=replica_name(running.number),
             incarnation=running.incarnation,
             ranks=config.tp,
-            world=world_of(self._checkpoint, config.block_size),
+            world=world_of(self._checkpoint, config.block_size, config.kv_storage),
             model=self._model_name,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
@@ -149,6 +167,7 @@ class ReplicaStarter:
             request_lifetime_s=config.request_lifetime_s,
             cache=cache_settings(config),
             deterministic=config.deterministic,
+            kernels=kernels,
             recording=config.recording,
             pool=self._spec.pool,
         )

@@ -5,7 +5,12 @@ Owns nothing but the join of `cpu_rows.py` (rows, norms, activation) and `cpu_at
 
 from __future__ import annotations
 
+import platform
+
+from llvmlite import binding
+
 from . import cpu_attention, cpu_rows
+from .choices import KVDtype
 from .cpu_attention import (
     merge_rows,
     merge_states,
@@ -15,7 +20,7 @@ from .cpu_attention import (
     paged_attention_states,
 )
 from .cpu_rows import add_rms_norm, rotate_and_write, silu_mul, write_rows
-from .interface import KVDtype
+from .interface import KernelRequest, Refusal, tile_refusal
 
 __all__ = [
     "NAME",
@@ -27,6 +32,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_split",
     "paged_attention_states",
+    "refusal",
     "rotate_and_write",
     "silu_mul",
     "warm_up",
@@ -34,6 +40,16 @@ __all__ = [
 ]
 
 NAME = "cpu"
+
+
+def refusal(request: KernelRequest) -> Refusal | None:
+    """Layouts of other tiles, and halves where the processor does not convert them."""
+    halves = platform.machine() not in ("x86_64", "AMD64") or binding.get_host_cpu_features().get(
+        "f16c", False
+    )
+    if request.kv_dtype == "float16" and not halves:
+        return Refusal("kernel_contract_mismatch", "float16 K/V needs a processor with F16C")
+    return tile_refusal(request)
 
 
 def warm_up(kv_dtype: KVDtype = "float32") -> None:

@@ -17,8 +17,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from .choices import KVDtype
 from .errors import PartitionNotWholeTiles
-from .interface import KV_STORAGE, TILE, Activations, Floats, Int32s, KVDtype, KVRows
+from .interface import KV_STORAGE, TILE, Activations, Floats, Int32s, KVRows
 
 _ROWS = 32
 """Query rows (token x head of the group) that share one pass over K/V; a multiple of `_MICRO`."""

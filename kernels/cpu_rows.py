@@ -15,7 +15,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from .interface import KV_STORAGE, TILE, KVDtype
+from .choices import KVDtype
+from .interface import KV_STORAGE, TILE
 
 _LOG2E = np.float32(1.4426950408889634)
 _SMALLEST = np.float32(-126)

@@ -60,3 +60,13 @@ class PartitionNotWholeTiles(KernelError):
     def __init__(self, partition: int, tile: int) -> None:
         self.partition = partition
         super().__init__(f"partition of {partition} tokens is not a positive multiple of the kernel's {tile}")
+
+
+class NoKernelBackend(KernelError):
+    """No backend can serve what was asked for; nothing was allocated (K145, K232)."""
+
+    reason = "kernel_contract_mismatch"
+
+    def __init__(self, asked: str, refusals: list[str]) -> None:
+        self.asked = asked
+        super().__init__(f"no kernel backend for {asked!r}: {'; '.join(refusals)}")

@@ -15,19 +15,17 @@ docstring; all others are only read. Contracts: K140 to K146, K232.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from .choices import KVDtype
 from .errors import KernelContractMismatch
 
 TILE = 16
 """Tokens of one kernel tile, independent of the allocator's block size."""
-
-KVDtype = Literal["float32", "bfloat16", "float16"]
-"""How K/V rows are kept; sums are float32 in every case."""
 
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
@@ -64,6 +62,33 @@ class KernelLayout(msgspec.Struct, frozen=True):
         return 2 * self.kv_heads * self.head_dim * KV_STORAGE[self.kv_dtype].itemsize
 
 
+class KernelRequest(msgspec.Struct, frozen=True):
+    """What a rank needs kernels for."""
+
+    kv_dtype: KVDtype
+    kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a backend cannot serve a request: a word that dispatch counts, and a sentence for people."""
+
+    outcome: str
+    why: str
+
+
+def tile_refusal(request: KernelRequest) -> Refusal | None:
+    """The refusals that follow from the layout alone."""
+    if request.block_size <= 0 or request.block_size % TILE:
+        why = f"block size {request.block_size} is not a positive multiple of the tile of {TILE}"
+        return Refusal("unsupported_kernel_block_size", why)
+    if request.head_dim <= 0 or request.head_dim % 8:
+        why = f"head dim {request.head_dim} is not a positive multiple of 8"
+        return Refusal("kernel_contract_mismatch", why)
+    return None
+
+
 class KernelBackend(Protocol):
     """One implementation; every function is called with positional arrays of the shapes stated here.
 
@@ -73,6 +98,10 @@ class KernelBackend(Protocol):
 
     @property
     def NAME(self) -> str: ...
+
+    def refusal(self, request: KernelRequest) -> Refusal | None:
+        """Why this backend cannot serve `request` on this machine; none if it can. Allocates nothing."""
+        ...
 
     def write_rows(
         self, k_layer: KVRows, v_layer: KVRows, k_rows: Floats, v_rows: Floats, slots: Int64s
@@ -199,5 +228,18 @@ def widen_rows(rows: KVRows) -> Floats:
     if rows.dtype == np.uint16:
         return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if rows.dtype == np.int16:
-        return rows.view(np.float16).astype(np.float32)
+        return np.ascontiguousarray(rows).view(np.float16).astype(np.float32)
     return np.array(rows, dtype=np.float32)
+
+
+def as_stored(values: Floats, storage: np.dtype[Any]) -> npt.NDArray[Any]:
+    """float32 values as an array of `storage` keeps them: nearest, ties to even; NaN stays one."""
+    if storage == np.uint16:
+        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        kept = np.where(np.isnan(values), bits | np.uint32(0x400000), rounded)
+        return (kept >> np.uint32(16)).astype(np.uint16)
+    if storage == np.int16:
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(values, dtype=np.float32).astype(np.float16).view(np.int16)
+    return values

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from . import cpu_rows
+from .choices import KVDtype
 from .errors import BlockOutOfRange, KernelContractMismatch, UnsupportedKernelBlockSize
-from .interface import KV_STORAGE, TILE, Floats, KVDtype, kv_dtype_of, widen_rows
+from .interface import KV_STORAGE, TILE, Floats, kv_dtype_of, widen_rows
 
 _ALIGNMENT_BYTES = 64
 

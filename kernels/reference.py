@@ -10,11 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from .batch import StepBatch
-from .pool import KVPool
+from .interface import TILE, widen_rows
+from .pool import KVPool, split_table
 
 Floats = npt.NDArray[np.floating]
 Float64 = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.integer]
+
+
+def gather_layer(
+    k_layer: npt.NDArray[np.generic], v_layer: npt.NDArray[np.generic], tiles: Integers, length: int
+) -> tuple[Float64, Float64]:
+    """K and V rows `[length, kv_heads, head_dim]` of one sequence through its tile table."""
+    positions = np.arange(length)
+    at, lanes = np.asarray(tiles, dtype=np.int64)[positions // TILE], positions % TILE
+    k, v = k_layer[at, :, :, lanes], v_layer[at, :, lanes, :]
+    return widen_rows(k).astype(np.float64), widen_rows(v).astype(np.float64)
 
 
 def gather_context(
@@ -73,12 +84,32 @@ def paged_attention_states(
     With `causal`, the rows are the last of their context and see nothing after themselves, and no more than `window`
     tokens if it is not 0; otherwise all see the whole range. A row that sees nothing: zeros and minus infinity.
     """
+    tables = split_table(block_tables, pool.tiles_per_block)
+    where = (tables, seq_starts, first_rows, context_lens)
+    return layer_states(
+        q, pool.k[layer], pool.v[layer], where, causal, scale, window=window, soft_cap=soft_cap
+    )
+
+
+def layer_states(
+    q: Floats,
+    k_layer: npt.NDArray[np.generic],
+    v_layer: npt.NDArray[np.generic],
+    where: tuple[Integers, Integers, Integers, Integers],
+    causal: bool,
+    scale: float,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> tuple[Float64, Float64]:
+    """`paged_attention_states` of one layer's arrays; `where` is tile tables, seq_starts, first_rows, context_lens."""
+    tile_tables, seq_starts, first_rows, context_lens = where
     out = np.zeros(q.shape, dtype=np.float64)
     lse = np.full(q.shape[:2], -np.inf)
-    group = q.shape[1] // pool.kv_heads
+    group = q.shape[1] // k_layer.shape[1]
     for seq in range(len(context_lens)):
         start, stop, context = int(seq_starts[seq]), int(seq_starts[seq + 1]), int(context_lens[seq])
-        k, v = gather_context(pool, layer, block_tables[seq], context)
+        k, v = gather_layer(k_layer, v_layer, tile_tables[seq], context)
         for row in range(start, stop):
             high = context - (stop - row) + 1 if causal else context
             low = max(int(first_rows[seq]), high - window if causal and window else 0)

@@ -18,6 +18,7 @@ import torch
 from copyhold.kernels import cpu
 from copyhold.kernels.batch import StepBatch
 from copyhold.kernels.errors import KernelContractMismatch
+from copyhold.kernels.interface import KernelBackend
 from copyhold.kernels.pool import KVPool, split_table
 
 from .collective import Collective
@@ -61,6 +62,7 @@ class LlamaShard:
         max_batch_tokens: int = 512,
         dtype: Dtype = "float32",
         deterministic: bool = False,
+        kernels: KernelBackend = cpu,
     ) -> None:
         expected = (config.num_layers, len(partition.kv_heads), config.head_dim)
         found = (pool.num_layers, pool.kv_heads, pool.head_dim)
@@ -71,6 +73,7 @@ class LlamaShard:
         self.config = config
         self.partition = partition
         self.pool = pool
+        self._kernels = kernels
         self.deterministic = deterministic
         self.collective = in_rank_order(collective) if deterministic else collective
         self._vocab_sizes = [len(part.vocab) for part in partitions_of(config, partition.tp_size)]
@@ -115,21 +118,22 @@ class LlamaShard:
         positions = np.array(batch.positions, dtype=np.int64)
         slots = np.array(batch.slots, dtype=np.int64)
         views.x.fill(0)
+        kernels = self._kernels
         delta = self._embed(batch)
         for layer, w in enumerate(self._weights.layers):
             k, v = pool.k[layer], pool.v[layer]
-            cpu.add_rms_norm(views.x, kernel_view(delta), w.attn_norm, self._eps, views.normed_np)
+            kernels.add_rms_norm(views.x, kernel_view(delta), w.attn_norm, self._eps, views.normed_np)
             qkv = kernel_view(w.qkv(views.normed))
-            cpu.rotate_and_write(qkv, self._cos, self._sin, positions, slots, k, v, views.q)
+            kernels.rotate_and_write(qkv, self._cos, self._sin, positions, slots, k, v, views.q)
             if attention is None:
-                cpu.paged_attention(views.q, k, v, tables, starts, lens, self._scale, views.attended_np)
+                kernels.paged_attention(views.q, k, v, tables, starts, lens, self._scale, views.attended_np)
             else:
                 attention(views.q, k, v, self._scale, views.attended_np)
             delta = self._summed(w.o(views.attended))
-            cpu.add_rms_norm(views.x, kernel_view(delta), w.ffn_norm, self._eps, views.normed_np)
-            cpu.silu_mul(kernel_view(w.gate_up(views.normed)), views.activated_np)
+            kernels.add_rms_norm(views.x, kernel_view(delta), w.ffn_norm, self._eps, views.normed_np)
+            kernels.silu_mul(kernel_view(w.gate_up(views.normed)), views.activated_np)
             delta = self._summed(w.down(views.activated))
-        cpu.add_rms_norm(views.x, kernel_view(delta), self._weights.norm, self._eps, views.normed_np)
+        kernels.add_rms_norm(views.x, kernel_view(delta), self._weights.norm, self._eps, views.normed_np)
         return views.normed
 
     def greedy(self, logits: torch.Tensor) -> np.ndarray:

@@ -111,6 +111,10 @@ def test_actors_compiled_no_kernel_and_share_memory(server: LiveServer) -> None:
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert [rank["kernel_compilations"] for rank in ranks] == [0, 0]
     assert [rank["collective"] for rank in ranks] == [expected, expected]
+    kernels = server.replica()["kernels"]
+    assert (kernels["backend"], kernels["kv_dtype"], kernels["tile"]) == ("cpu", "float32", 16)
+    assert [each["outcome"] for each in kernels["considered"]] == ["selected", "not_needed"]
+    assert {rank["kernels"]["layout"]["backend"] for rank in ranks} == {"cpu"}
 
 
 def test_ledgers_were_compared_at_every_step(server: LiveServer) -> None:

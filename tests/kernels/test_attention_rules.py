@@ -11,8 +11,9 @@ import pytest
 from paged_case import TOLERANCE_FP32, PagedCase, poison
 
 from copyhold.kernels import cpu, reference
+from copyhold.kernels.choices import KVDtype
 from copyhold.kernels.errors import PartitionNotWholeTiles
-from copyhold.kernels.interface import KV_DTYPES, KVDtype, widen_rows
+from copyhold.kernels.interface import KV_DTYPES, widen_rows
 from copyhold.kernels.pool import KVPool
 
 RAGGED = [64, 63, 17, 1]

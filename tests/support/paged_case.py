@@ -9,7 +9,7 @@ import numpy as np
 
 from copyhold.kernels import cpu, reference
 from copyhold.kernels.batch import StepBatch
-from copyhold.kernels.interface import KVDtype
+from copyhold.kernels.choices import KVDtype
 from copyhold.kernels.pool import KVPool, split_table
 
 TOLERANCE_FP32 = 2e-5

@@ -27,6 +27,8 @@ def test_another_cut_block_size_or_weight_is_another_world(checkpoints, tmp_path
         world_of(checkpoints(1), BLOCK),
         world_of(checkpoints(2), BLOCK),
         world_of(checkpoints(1), 2 * BLOCK),
+        world_of(checkpoints(1), BLOCK, "bfloat16"),
+        world_of(checkpoints(1), BLOCK, "float16"),
         world_of(other, BLOCK),
         world_of(same, BLOCK),
     ]

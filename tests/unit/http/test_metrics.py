@@ -63,6 +63,13 @@ REPLICA = {
     },
     "lease_remaining_s": 7.5,
     "pool": {"free": 1, "evictable": 2, "live": 3, "reserved": 4, "total": 10},
+    "kernels": {
+        "backend": "cpu",
+        "considered": [
+            {"backend": "cpu", "outcome": "selected", "why": CANARY},
+            {"backend": "reference", "outcome": "not_needed", "why": CANARY},
+        ],
+    },
     "ranks": [RANK, {"name": CANARY, "serving": False, "failure": CANARY}],
     "namespaces": {CANARY: {"generation": 1}},
 }
@@ -96,6 +103,8 @@ def test_every_documented_metric_is_exposed_with_its_figure() -> None:
     assert shown["copyhold_rank_log_index", ("3", "0")] == 9
     assert shown["copyhold_revocations_total", ("complete",)] == 2
     assert shown["copyhold_authorizations_refused_total", ("unauthenticated",)] == 4
+    assert shown["copyhold_kernel_backends", ("3", "cpu_selected")] == 1
+    assert shown["copyhold_kernel_backends", ("3", "reference_not_needed")] == 1
     assert shown["copyhold_leases", ()] == 1
     assert (shown["copyhold_replica_serving", ("3",)], shown["copyhold_replica_serving", ("4",)]) == (1, 0)
     assert ("copyhold_rank_log_index", ("3", "1")) not in shown, "a lost rank has no figures"
