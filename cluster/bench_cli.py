@@ -126,3 +126,18 @@ def bench_eviction(
         report = run_eviction_bench(traces, capacity or CAPACITIES, policy, say)
     Output(json).emit(report.document(), report.text())
     return 0 if report.ok else 1
+
+
+@bench.command("kernels")
+def bench_kernels(
+    runs: Annotated[int, typer.Option("--runs", min=1, max=100, help="Rounds of each figure.")] = 5,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure vLLM's kernel too.")] = True,
+    json: JsonOption = False,
+) -> int:
+    """Attention, memory, linears and sums over ranks, one thread, beside torch, memcpy, gloo and vLLM."""
+    from .bench_kernels import run_kernels_bench
+
+    with progress_on_stderr() as say:
+        report = run_kernels_bench(runs, peers, say)
+    Output(json).emit(report.document(), report.text())
+    return 0 if report.ok else 1

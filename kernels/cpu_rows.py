@@ -123,15 +123,31 @@ def _exp2(x):
 
 @_jit
 def write_rows(k_layer, v_layer, k_rows, v_rows, slots):
-    """Store rows `[T, kv_heads, head_dim]` of K and V at `slots[T]` of one layer."""
+    """Store rows `[T, kv_heads, head_dim]` of K and V at `slots[T]` of one layer.
+
+    Rows that lie together in a tile are stored head by head, so that a head's K tile stays in the nearest cache until all
+    of its lanes are written.
+    """
     kv_heads, head_dim = k_rows.shape[1], k_rows.shape[2]
-    for t in range(slots.shape[0]):
-        tile = slots[t] // TILE
-        lane = slots[t] % TILE
+    first = 0
+    while first < slots.shape[0]:
+        tile = slots[first] // TILE
+        last = first + 1
+        while last < slots.shape[0] and slots[last] // TILE == tile:
+            last += 1
         for h in range(kv_heads):
-            for d in range(head_dim):
-                k_layer[tile, h, d, lane] = _narrow(k_rows[t, h, d], k_layer)
-                v_layer[tile, h, lane, d] = _narrow(v_rows[t, h, d], v_layer)
+            k = k_layer[tile, h].reshape(-1)
+            for t in range(first, last):
+                lane = slots[t] % TILE
+                row = k_rows[t, h]
+                for d in range(head_dim):
+                    k[d * TILE + lane] = _narrow(row[d], k)
+            for t in range(first, last):
+                v = v_layer[tile, h, slots[t] % TILE]
+                row = v_rows[t, h]
+                for d in range(head_dim):
+                    v[d] = _narrow(row[d], v)
+        first = last
 
 
 @_jit
