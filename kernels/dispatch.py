@@ -18,7 +18,12 @@ from .errors import NoKernelBackend
 from .interface import TILE, KernelBackend, KernelLayout, KernelRequest
 
 Outcome = Literal[
-    "selected", "not_needed", "only_by_name", "unsupported_kernel_block_size", "kernel_contract_mismatch"
+    "selected",
+    "not_needed",
+    "not_asked",
+    "only_by_name",
+    "unsupported_kernel_block_size",
+    "kernel_contract_mismatch",
 ]
 
 
@@ -77,7 +82,7 @@ def choose_kernels(
         if selected:
             outcome: Outcome = "not_needed"
         elif asked != row.name and (asked != "auto" or not row.automatic):
-            outcome = "only_by_name" if asked == "auto" else "not_needed"
+            outcome = "only_by_name" if asked == "auto" else "not_asked"
         elif (refusal := _backend(row).refusal(request)) is not None:
             outcome = cast(Outcome, refusal.outcome)
             assert outcome in get_args(Outcome), f"{row.name} refuses by a word of its own: {outcome}"

@@ -26,7 +26,7 @@ def test_auto_takes_the_cpu_and_says_what_became_of_the_others() -> None:
 def test_the_reference_serves_only_by_name() -> None:
     choice = choose_kernels("reference", "bfloat16", 3, 64, 16)
     assert (choice.backend, choice.kv_dtype) == ("reference", "bfloat16")
-    assert choice.considered == (Considered("cpu", "not_needed"), Considered("reference", "selected"))
+    assert choice.considered == (Considered("cpu", "not_asked"), Considered("reference", "selected"))
 
 
 @pytest.mark.parametrize(
