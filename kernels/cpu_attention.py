@@ -433,20 +433,26 @@ def _attend(work, count, first, stop, soft_cap, k_layer, v_layer, kv, table):
 
 
 @_callee
-def _finish(work, r, first, stop, to):
-    """Write row `r`'s output over `[first, stop)` to `to`; returns its log-sum-exp, natural.
+def _finish(acc, at, empty, total, to):
+    """Write one row's output: its sums over `total`, or zeros where it saw no token (`empty`, from its limits: K150).
 
-    A row that sees no token there gives zeros and minus infinity: decided by its limits, before any exponent.
+    Takes only what it needs: the whole of `_Work` costs a count of references for each of its arrays.
     """
-    head_dim = to.shape[0]
-    if max(work.lows[r], first) >= min(work.highs[r], stop):
-        for d in range(head_dim):
+    if empty:
+        for d in range(to.shape[0]):
             to[d] = 0
+        return
+    factor = np.float32(1) / total
+    for d in range(to.shape[0]):
+        to[d] = _narrow(acc[at + d] * factor, to)
+
+
+@_callee
+def _mass(empty, maximum, total):
+    """One row's log-sum-exp, natural; minus infinity where it saw no token."""
+    if empty:
         return np.float32(-np.inf)
-    factor = np.float32(1) / work.sums[r]
-    for d in range(head_dim):
-        to[d] = _narrow(work.acc[r * head_dim + d] * factor, to)
-    return np.float32((np.float64(work.maxima[r]) + np.log2(np.float64(work.sums[r]))) * _LN2)
+    return np.float32((np.float64(maximum) + np.log2(np.float64(total))) * _LN2)
 
 
 @_jit
@@ -475,9 +481,10 @@ def attention(q, k_layer, v_layer, tile_tables, seq_starts, first_rows, context_
                 _attend(work, count, 0, context, soft_cap, k_layer, v_layer, kv, tile_tables[seq])
                 for r in range(count):
                     token, head = first + (base + r) // group, kv * group + (base + r) % group
-                    mass = _finish(work, r, 0, context, out[token, head])
+                    empty = work.lows[r] >= work.highs[r]
+                    _finish(work.acc, r * head_dim, empty, work.sums[r], out[token, head])
                     if lse.shape[0] > 0:
-                        lse[token, head] = mass
+                        lse[token, head] = _mass(empty, work.maxima[r], work.sums[r])
 
 
 @_callee
@@ -564,7 +571,9 @@ def attention_partitions(
                     _load_rows(work, q, first, rows, base, kv, group, scale, sight)
                     _attend(work, count, begin, end, soft_cap, k_layer, v_layer, kv, tile_tables[seq])
                     for r in range(count):
-                        mass = _finish(work, r, begin, end, part)
+                        empty = max(work.lows[r], begin) >= min(work.highs[r], end)
+                        _finish(work.acc, r * head_dim, empty, work.sums[r], part)
+                        mass = _mass(empty, work.maxima[r], work.sums[r])
                         masses[r] = _merge_row(whole[r], masses[r], part, mass)
                 for r in range(count):
                     to = out[first + (base + r) // group, kv * group + (base + r) % group]
