@@ -38,21 +38,70 @@ def _float_of_bits(typing_context, bits):
     return types.float32(types.int32), codegen
 
 
+def _round_to_bfloat16(builder, value, lanes=0):
+    """Code for the bits of the nearest bfloat16 of one float32, or of a vector of `lanes`; NaN stays one."""
+    word: Any = ir.VectorType(ir.IntType(32), lanes) if lanes else ir.IntType(32)
+    short: Any = ir.VectorType(ir.IntType(16), lanes) if lanes else ir.IntType(16)
+
+    def constant(number: int) -> Any:
+        return ir.Constant(word, [number] * lanes if lanes else number)
+
+    bits = builder.bitcast(value, word)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+    quiet = builder.or_(bits, constant(0x400000))
+    kept = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+    return builder.trunc(builder.lshr(kept, constant(16)), short)
+
+
 @intrinsic
 def _bfloat16_of_float(typing_context, value):
     """The bits of the nearest bfloat16, ties to even; NaN stays one."""
 
     def codegen(context, builder, signature, arguments):
-        word = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], word)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
-        quiet = builder.or_(bits, ir.Constant(word, 0x400000))
-        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        kept = builder.select(is_nan, quiet, rounded)
-        return builder.trunc(builder.lshr(kept, ir.Constant(word, 16)), ir.IntType(16))
+        return _round_to_bfloat16(builder, arguments[0])
 
     return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def _store_turned(typing_context, rows, at, stride, out, out_at):
+    """Store 16 x 16 float32 values turned: `out[out_at + 16 * d + t] = rows[at + t * stride + d]`, as `out` keeps them."""
+
+    def codegen(context, builder, signature, arguments):
+        data, first, step, target, to = arguments
+        index, float_lanes = ir.IntType(64), ir.VectorType(ir.FloatType(), TILE)
+        source = context.make_array(signature.args[0])(context, builder, data).data
+        goal = context.make_array(signature.args[3])(context, builder, target).data
+        kind = signature.args[3].dtype
+        lines = []
+        for t in range(TILE):
+            place = builder.gep(source, [builder.add(first, builder.mul(step, ir.Constant(index, t)))])
+            line = builder.load(builder.bitcast(place, float_lanes.as_pointer()))
+            line.align = 4
+            lines.append(line)
+        lane_type = ir.VectorType(ir.IntType(32), TILE)
+        for bit in (8, 4, 2, 1):
+            low = [TILE + lane - bit if lane & bit else lane for lane in range(TILE)]
+            high = [TILE + lane if lane & bit else lane + bit for lane in range(TILE)]
+            for t in range(TILE):
+                if not t & bit:
+                    a, b = lines[t], lines[t + bit]
+                    lines[t] = builder.shuffle_vector(a, b, ir.Constant(lane_type, low))
+                    lines[t + bit] = builder.shuffle_vector(a, b, ir.Constant(lane_type, high))
+        for d, line in enumerate(lines):
+            if kind == types.uint16:
+                line = _round_to_bfloat16(builder, line, TILE)
+            elif kind == types.int16:
+                halves = builder.fptrunc(line, ir.VectorType(ir.HalfType(), TILE))
+                line = builder.bitcast(halves, ir.VectorType(ir.IntType(16), TILE))
+            place = builder.gep(goal, [builder.add(to, ir.Constant(index, d * TILE))])
+            kept = builder.store(line, builder.bitcast(place, line.type.as_pointer()))
+            kept.align = kind.bitwidth // 8
+        return context.get_dummy_value()
+
+    number = types.int64
+    return types.void(rows, number, number, out, number), codegen
 
 
 @intrinsic
@@ -126,22 +175,31 @@ def write_rows(k_layer, v_layer, k_rows, v_rows, slots):
     """Store rows `[T, kv_heads, head_dim]` of K and V at `slots[T]` of one layer.
 
     Rows that lie together in a tile are stored head by head, so that a head's K tile stays in the nearest cache until all
-    of its lanes are written.
+    of its lanes are written; a whole tile is turned in registers.
     """
     kv_heads, head_dim = k_rows.shape[1], k_rows.shape[2]
+    flat = k_rows.reshape(-1)
     first = 0
     while first < slots.shape[0]:
         tile = slots[first] // TILE
         last = first + 1
         while last < slots.shape[0] and slots[last] // TILE == tile:
             last += 1
+        whole = last - first == TILE and head_dim % TILE == 0
+        for t in range(first, last):
+            whole = whole and slots[t] % TILE == t - first
         for h in range(kv_heads):
             k = k_layer[tile, h].reshape(-1)
-            for t in range(first, last):
-                lane = slots[t] % TILE
-                row = k_rows[t, h]
-                for d in range(head_dim):
-                    k[d * TILE + lane] = _narrow(row[d], k)
+            if whole:
+                for d in range(0, head_dim, TILE):
+                    at = (first * kv_heads + h) * head_dim + d
+                    _store_turned(flat, at, kv_heads * head_dim, k, d * TILE)  # pyright: ignore[reportCallIssue]
+            else:
+                for t in range(first, last):
+                    lane = slots[t] % TILE
+                    row = k_rows[t, h]
+                    for d in range(head_dim):
+                        k[d * TILE + lane] = _narrow(row[d], k)
             for t in range(first, last):
                 v = v_layer[tile, h, slots[t] % TILE]
                 row = v_rows[t, h]

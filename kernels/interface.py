@@ -6,7 +6,7 @@ Layout of a layer's K/V, per *tile* of `TILE` tokens; allocator block `a` is the
     K [tiles, kv_heads, head_dim, TILE]     a dimension of 16 tokens lies together
     V [tiles, kv_heads, TILE, head_dim]     a token's dimensions lie together
 
-Both are C-contiguous. Activations are float32, or bfloat16 where a matrix product meets them. The caller owns every array:
+Every array is C-contiguous. Activations are float32, or bfloat16 where a matrix product meets them. The caller owns every array:
 a backend allocates nothing that outlives a call, reads K/V only through tables, and never a row at or past a context
 (K141) nor a table cell past the last used one (K142). Invariant: an array that a function writes is named in its
 docstring; all others are only read. Contracts: K140 to K146, K232.

@@ -207,6 +207,20 @@ def test_exactly_the_valid_rows_are_copied_in_all_layers(rows: int, kv_dtype: KV
     assert np.array_equal(before[1][:, :6], pool.v[:, :6], equal_nan=pool.kv_dtype == "float32")
 
 
+@pytest.mark.parametrize("head_dim", [16, 40, 128])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_whole_tiles_are_written_with_the_bits_of_single_rows(kv_dtype: KVDtype, head_dim: int) -> None:
+    rows = np.random.default_rng(8).standard_normal((2, 37, 3, head_dim), dtype=np.float32)
+    rows[:, 3, 1, :4] = [np.nan, np.inf, -0.0, 1e-42]
+    slots = np.concatenate([np.arange(48, 64), np.arange(16, 32)[::-1], np.arange(3, 8)])
+    pools = [KVPool(1, 4, 3, head_dim, kv_dtype=kv_dtype) for _ in range(2)]
+    cpu.write_rows(pools[0].k[0], pools[0].v[0], rows[0], rows[1], slots)
+    for at in range(len(slots)):
+        one = rows[:, at : at + 1]
+        cpu.write_rows(pools[1].k[0], pools[1].v[0], one[0].copy(), one[1].copy(), slots[at : at + 1])
+    assert pools[0].k.tobytes() == pools[1].k.tobytes() and pools[0].v.tobytes() == pools[1].v.tobytes()
+
+
 def test_the_bits_of_sixteen_bit_rows_are_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     values = np.array(
