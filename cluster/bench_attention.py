@@ -53,7 +53,8 @@ SMOLLM2 = Shape(context=300, kv_heads=3, group=3, dim=64, layers=30)
 def attention_rows(rounds: int, with_peers: bool, read_gb_s: float) -> tuple[list[BenchRow], tuple[str, ...]]:
     """Every row of attention, and notes on peers that were not there."""
     rows: list[BenchRow] = []
-    for kv_dtype, name in (("float32", "decode fp32"), ("bfloat16", "decode bf16")):
+    types: tuple[tuple[KVDtype, str], ...] = (("float32", "decode fp32"), ("bfloat16", "decode bf16"))
+    for kv_dtype, name in types:
         works = [_paged(DECODE, kv_dtype), _contiguous(DECODE, kv_dtype)]
         ours, theirs = in_turns(works, rounds)
         rows += against(name, "torch sdpa", ours, theirs, Target(0.95, at_least=False))
