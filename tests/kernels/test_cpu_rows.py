@@ -119,6 +119,8 @@ def test_a_rank_compiles_these_signatures_and_no_more() -> None:
         "attention": 2,
         "attention_partitions": 1,
         "merge_states": 1,
+        "merge_rows": 1,
+        "narrow_rows": 1,
     }
 
 
