@@ -39,7 +39,7 @@ from copyhold.kvcore.ledger import Ledger
 from .bench_prefix_load import BLOCK, IN_FLIGHT, POOL_BLOCKS, SUFFIX_HIGH, SYSTEM_TOKENS, Churn
 
 WORLD = b"w" * 32
-STEP_REQUESTS = 8
+STEP_REQUESTS = 16
 _LONGEST = SYSTEM_TOKENS + SUFFIX_HIGH + BLOCK
 
 
