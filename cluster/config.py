@@ -82,7 +82,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "auto"
     kernel_backend: Annotated[
-        str, _bounded("", "Kernels: cpu, reference (float64, slow, for checks), or auto: the cpu's.")
+        str,
+        _bounded(
+            "",
+            "Kernels: triton (refused until models run on GPUs), cpu, reference (slow), or auto: the first that can.",
+        ),
     ] = "auto"
     block_size: Annotated[int, _bounded("tokens", "Token rows per K/V block; a multiple of 16.", 16, 256)] = (
         16

@@ -10,7 +10,7 @@ KVDtype = Literal["float32", "bfloat16", "float16"]
 KVChoice = Literal["auto", "float32", "bfloat16", "float16"]
 """What an operator may ask for; `kv_dtype_for` says what auto is."""
 
-BackendChoice = Literal["auto", "cpu", "reference"]
+BackendChoice = Literal["auto", "triton", "cpu", "reference"]
 """What an operator may ask for; auto: the first of `dispatch.BACKENDS` that can serve."""
 
 SharedPrefix = Literal["auto", "off", "hydragen", "chunk"]

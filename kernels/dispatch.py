@@ -24,6 +24,9 @@ Outcome = Literal[
     "only_by_name",
     "unsupported_kernel_block_size",
     "kernel_contract_mismatch",
+    "triton_not_installed",
+    "no_cuda_device",
+    "host_activations",
 ]
 
 
@@ -36,6 +39,7 @@ class BackendRow(msgspec.Struct, frozen=True):
 
 
 BACKENDS: tuple[BackendRow, ...] = (
+    BackendRow("triton", "copyhold.kernels.triton_backend"),
     BackendRow("cpu", "copyhold.kernels.cpu"),
     BackendRow("reference", "copyhold.kernels.reference_backend", automatic=False),
 )

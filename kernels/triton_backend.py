@@ -20,14 +20,14 @@ import numpy as np
 
 from .batch import StepBatch
 from .errors import PartitionNotWholeTiles
-from .interface import TILE, Int32s, Int64s
+from .interface import TILE, Int32s, Int64s, KernelRequest, Refusal, tile_refusal
 from .triton_config import AttentionConfig, attention_config
 from .triton_plan import AttentionPlan, Segment, partition_for, plan_attention
 
 if TYPE_CHECKING:
     import torch
 
-    from .interface import KVDtype
+    from .choices import KVDtype
     from .triton_step import AttentionStep
 
 NAME = "triton"
@@ -45,6 +45,15 @@ def unavailable() -> tuple[str, str] | None:
     if torch.version.cuda is None:
         return "no_cuda_device", f"no CUDA device: torch {torch.__version__} is built without CUDA"
     return None if torch.cuda.is_available() else ("no_cuda_device", "no CUDA device")
+
+
+def refusal(request: KernelRequest) -> Refusal | None:
+    """In this order: no Triton, no GPU, a layout that no kernel serves, and models whose activations are on the host."""
+    if (missing := unavailable()) is not None:
+        return Refusal(*missing)
+    if (tiles := tile_refusal(request)) is not None:
+        return tiles
+    return Refusal("host_activations", "models compute on the CPU: their activations are not CUDA tensors")
 
 
 def device_config(k_layer: torch.Tensor, heads: int) -> AttentionConfig:

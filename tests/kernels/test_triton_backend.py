@@ -15,7 +15,9 @@ import torch
 from triton_process import needs_interpreter, needs_triton
 
 from copyhold.kernels import triton_backend
-from copyhold.kernels.interface import KernelBackend
+from copyhold.kernels.dispatch import choose_kernels, kernel_report
+from copyhold.kernels.errors import NoKernelBackend
+from copyhold.kernels.interface import KernelBackend, KernelRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmarks" / "triton_h200.py"
@@ -44,6 +46,25 @@ def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu_it_says_so() -> None:
     found = triton_backend.unavailable()
     assert found is not None and found[0] == "no_cuda_device" and found[1].startswith("no CUDA device")
+
+
+@needs_triton
+@needs_no_gpu
+def test_the_choice_shows_why_it_was_passed_over() -> None:
+    shown = kernel_report(choose_kernels("auto", "auto", 3, 64, 16))
+    first = shown["considered"][0]
+    assert shown["backend"] == "cpu" and (first["backend"], first["outcome"]) == ("triton", "no_cuda_device")
+    with pytest.raises(NoKernelBackend, match="triton: no CUDA device"):
+        choose_kernels("triton", "auto", 3, 64, 16)
+
+
+def test_with_a_gpu_the_layout_is_checked_and_models_are_still_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_backend, "unavailable", lambda: None)
+    for block_size, outcome in ((24, "unsupported_kernel_block_size"), (16, "host_activations")):
+        refused = triton_backend.refusal(KernelRequest("float32", 3, 64, block_size))
+        assert refused is not None and refused.outcome == outcome and refused.why
 
 
 def test_it_has_every_function_with_the_interfaces_parameters() -> None:

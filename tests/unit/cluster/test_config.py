@@ -55,7 +55,7 @@ def test_options_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -
         ({"host": "a\nb"}, "host", "control character"),
         ({"dtype": "float16"}, "dtype", "'float16' is not one of float32, bfloat16"),
         ({"kv_dtype": "int8"}, "kv_dtype", "'int8' is not one of auto, float32, bfloat16, float16"),
-        ({"kernel_backend": "cuda"}, "kernel_backend", "'cuda' is not one of auto, cpu, reference"),
+        ({"kernel_backend": "cuda"}, "kernel_backend", "'cuda' is not one of auto, triton, cpu, reference"),
         ({"collective": "nccl"}, "collective", "'nccl' is not one of auto, shm, gloo"),
         ({"shared_prefix": "on"}, "shared_prefix", "'on' is not one of auto, off, hydragen, chunk"),
         ({"block_size": 24}, "block_size", "multiple of 16"),
