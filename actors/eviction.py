@@ -102,11 +102,13 @@ class Evictor:
         self.policy_of(namespace).touched(blocks)
         self._lifetimes.extend(blocks, _until(asked, now_s))
 
-    def worth_keeping(self, namespace: str, first_page: int, blocks: int, asked: Retention) -> bool:
+    def worth_keeping(
+        self, namespace: str, first_page: int, blocks: int, asked: Retention, given_blocks: int = 0
+    ) -> bool:
         """The same test as eviction (K196): False where room is scarce and a newcomer would be the next victim.
 
         Asked once, when a request is admitted and ``blocks`` of its prompt are still to be given to it, so that the
-        answer does not depend on how its prompt is cut into steps.
+        answer does not depend on how its prompt is cut into steps; ``given_blocks`` of its own it has already.
         """
         room = self._shares.room(namespace, self._ledger.gauge().free) - blocks
         if asked.priority or room > self._num_blocks // 16:
@@ -117,7 +119,7 @@ class Evictor:
         worths = [lowest.worth for lowest in found if lowest is not None]
         kept = not worths or self.policy_of(namespace).newcomer(first_page) >= min(worths)
         if not kept:
-            self._counts["refused_blocks"] += blocks
+            self._counts["refused_blocks"] += given_blocks + blocks
         return kept
 
     def published(

@@ -363,9 +363,10 @@ class Scheduler:
             asked,
             self._clock(),
         )
-        growth = entry.num_tokens // self._block_size - int(self._ledger.num_blocks[receipt.request.slot])
+        given = int(self._ledger.num_blocks[receipt.request.slot])
+        growth = max(0, entry.num_tokens // self._block_size - given)
         entry.keeps = not asked.no_store and self.evictor.worth_keeping(
-            namespace, entry.published_blocks, max(0, growth), asked
+            namespace, entry.published_blocks, growth, asked, given - entry.published_blocks
         )
         if entry.receipt is None:
             self.admitted_requests += 1
