@@ -49,7 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 class ReuseReceipt(msgspec.Struct, frozen=True):
     """What a tenant may learn of one request's prefix reuse: own lengths, own limit, own timing, an opaque id.
 
-    Lengths are tokens (K092-K095). ``limit`` names the length that bounded the hit; ``reason`` says why the hit is
+    Lengths are tokens (K092-K095, K109). ``limit`` names the length that bounded the hit; ``reason`` says why the hit is
     not longer. ``time_to_first_token_ms`` is measured in the replica from arrival; 0.0 until the first token.
     ``deterministic``: its logits did not depend on what else the replica computed.
     """
@@ -71,6 +71,7 @@ class ReuseReceipt(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     finish_reason: str = "running"
     deterministic: bool = False
+    junction_tokens: int = 0
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):

@@ -114,6 +114,7 @@ def first_receipt(submission: Submission, match: PrefixMatch, block_size: int) -
         semantic_tokens=match.semantic,
         indexed_tokens=match.indexed,
         cap_tokens=match.cap,
+        junction_tokens=match.junction,
         block_size=block_size,
         limit=match.limit,
         reason=match.reason,

@@ -18,6 +18,7 @@ _REASONS = {
     "whole_prompt": "there is no more of the prompt",
     "logits_cap": "the last prompt token is always computed: its output chooses the first new token",
     "prompt_shorter_than_block": "the prompt is shorter than one block and only full blocks are kept",
+    "window_state_missing": "layers with a sliding window have given up rows that a longer hit would read",
     "root_empty": "nothing is kept in this namespace yet",
     "lookup_not_permitted": "this key has no right to reuse, so the prompt was computed cold",
 }
@@ -27,6 +28,7 @@ _LIMITS = {
     "indexed": "what is kept in the index",
     "cap": "the cap of prompt length - 1",
     "alignment": "the rounding down to full blocks",
+    "junction": "the junction (the longest boundary that all cache groups of the model can serve)",
 }
 
 
@@ -45,12 +47,14 @@ def explanation_sentence(receipt: ReuseReceipt) -> str:
 
 
 def lengths(receipt: ReuseReceipt) -> dict[str, int]:
-    """The four lengths of K092, in tokens; ``runtime`` is what was reused."""
+    """The lengths of K092 and K109, in tokens; ``runtime`` is what was reused, ``recompute`` what is left of the prompt."""
     return {
         "semantic": receipt.semantic_tokens,
         "indexed": receipt.indexed_tokens,
         "cap": receipt.cap_tokens,
+        "junction": receipt.junction_tokens,
         "runtime": receipt.cached_tokens,
+        "recompute": receipt.prompt_tokens - receipt.cached_tokens,
     }
 
 

@@ -36,12 +36,17 @@ class ChatReply(msgspec.Struct, frozen=True):
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """How far a prefix matched by four measures; ``runtime`` is what was reused."""
+    """How far a prefix matched; ``runtime`` is what was reused, ``recompute`` what was left of the prompt.
+
+    ``junction``: the longest indexed boundary that every cache group of the model could serve.
+    """
 
     semantic: int
     indexed: int
     cap: int
     runtime: int
+    junction: int = 0
+    recompute: int = 0
 
 
 class Explanation(msgspec.Struct, frozen=True):

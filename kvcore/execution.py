@@ -186,7 +186,8 @@ def take_snapshot(
     if len(idle):
         raise ExecutionWithoutReceipt(int(idle[0]))
     first_rows = requests.valid_rows.array[slots].astype(np.int64)
-    limits = first_rows // pool.block_size
+    # A window's blocks leave one by one, and cells that left are all alike: nothing is shared as a chunk there.
+    limits = np.zeros_like(first_rows) if pool.window else first_rows // pool.block_size
     order = np.arange(len(slots), dtype=np.int64)
     chunks = np.empty((2 * len(slots), 5), dtype=np.int64)
     found = loops.chunk_tree(requests.all_tables[group], slots, limits, order, chunks)
@@ -218,6 +219,8 @@ def take_snapshot(
 def shares_anything(ledger: Ledger, handles: Sequence[RequestHandle], group: int = 0) -> bool:
     """Whether two sequences of a step begin with the same block: where not, a snapshot has nothing to offer."""
     requests = ledger.state.requests
+    if ledger.state.pools[group].window:
+        return False
     slots = np.array([requests.slot_of(handle) for handle in handles], dtype=np.int64)
     limits = requests.valid_rows.array[slots] // ledger.state.pools[group].block_size
     return not loops.unshared(requests.all_tables[group], slots, limits)

@@ -13,12 +13,12 @@ from copyhold.kvcore.lengths import prefix_lengths
 
 RECEIPT = ReuseReceipt(
     receipt_id="r", request_id="q", namespace="a", model="m", created_at=12.9, prompt_tokens=50,
-    cached_tokens=48, semantic_tokens=50, indexed_tokens=48, cap_tokens=49, block_size=16,
+    cached_tokens=48, semantic_tokens=50, indexed_tokens=48, cap_tokens=49, junction_tokens=48, block_size=16,
     limit="indexed", reason="not_indexed",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", ["semantic", "indexed", "cap", "alignment"])
+@pytest.mark.parametrize("limit", ["semantic", "indexed", "cap", "alignment", "junction"])
 def test_a_hit_names_its_blocks_and_its_limit(limit: str) -> None:
     sentence = explanation_sentence(msgspec.structs.replace(RECEIPT, limit=limit, reason="logits_cap"))
     assert sentence.startswith("48 of 50 prompt tokens (3 blocks of 16) came from the cache; the limit was ")
@@ -61,7 +61,8 @@ def test_a_name_it_does_not_know_is_still_said() -> None:
 
 
 def test_projections_hold_the_tenants_own_figures_only() -> None:
-    assert explanation(RECEIPT)["lengths"] == {"semantic": 50, "indexed": 48, "cap": 49, "runtime": 48}
+    told = {"semantic": 50, "indexed": 48, "cap": 49, "junction": 48, "runtime": 48, "recompute": 2}
+    assert explanation(RECEIPT)["lengths"] == told
     body = receipt_projection(RECEIPT)
     assert body["created"] == 12 and body["deterministic"] is False
     assert receipt_projection(msgspec.structs.replace(RECEIPT, deterministic=True))["deterministic"] is True
