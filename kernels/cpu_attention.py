@@ -104,7 +104,7 @@ class _Vectors:
 
     def __init__(self, context: Any, builder: Any, lanes: int) -> None:
         self._context, self._builder, self._lanes = context, builder, lanes
-        self._type = ir.VectorType(_FLOAT, lanes)
+        self._type = self.kind = ir.VectorType(_FLOAT, lanes)
         kind = f"llvm.fmuladd.v{lanes}f32"
         signature = ir.FunctionType(self._type, [self._type] * 3)
         self._fmuladd = cgutils.get_or_insert_function(builder.module, signature, kind)
@@ -167,6 +167,10 @@ class _Vectors:
             self._builder.store(zero, slot)
         return slots
 
+    def fused(self, x: Any, y: Any, z: Any) -> Any:
+        """`x * y + z`."""
+        return self._builder.call(self._fmuladd, [x, y, z])
+
     def multiply_add(self, x: Any, y: Any, slot: Any) -> None:
         """`slot += x * y`."""
         total = self._builder.call(self._fmuladd, [x, y, self._builder.load(slot)])
@@ -176,42 +180,60 @@ class _Vectors:
         return cgutils.for_range_slice(self._builder, start, stop, ir.Constant(_INDEX, step), intp=_INDEX)
 
 
-@intrinsic
-def _tile_scores(typing_context, q, q_at, k, v, at, next_at, scores, score_at, head_dim):
-    """Scores of 4 query rows against the 16 tokens of one K tile.
+def _scores_of(tiles: int, prefetch: bool) -> Any:
+    """Makes the kernel of scores: 4 query rows against the 16 tokens each of `tiles` (1 or 2) K tiles.
 
-    Flat arrays: q rows are `head_dim` apart, the tile `[head_dim, 16]` begins at `at`, score rows are `_CHUNK` apart.
-    Beside each line of K, the same line of this tile's V and of the next tile's K (at `next_at`) is asked for: tiles
-    are pages apart, so that no hardware does it.
+    Arguments, flat arrays: q rows are `head_dim` apart from `q_at`, a tile `[head_dim, 16]` begins at each of `at`, score
+    rows are `_CHUNK` apart from `score_at`, a second tile's scores behind the first's. A score is the sum of its even and its
+    odd dimensions, each in order, so that its bits do not depend on which kernel of this family computed it. With `prefetch`,
+    beside each line of K the same line of V and of the next K tiles (at `next_at`) is asked for: tiles are pages apart, so
+    that no hardware does it.
     """
 
-    def codegen(context, builder, signature, arguments):
-        vectors = _Vectors(context, builder, TILE)
-        q_data, k_data, v_data, score_data = (
-            vectors.data(signature.args[i], arguments[i]) for i in (0, 2, 3, 6)
-        )
-        q_first, first, following, score_first, dim = (arguments[i] for i in (1, 4, 5, 7, 8))
-        kind = signature.args[2].dtype
-        lines = 1 if kind == types.float32 else 2
-        sums = vectors.zeros(2 * _MICRO)
-        with vectors.loop(ir.Constant(_INDEX, 0), dim, 4) as (d, _):
-            for u in range(4):
-                line = builder.mul(d, ir.Constant(_INDEX, TILE))
-                column = vectors.load(vectors.at(k_data, first, line, u * TILE), kind)
-                if u % lines == 0:
-                    vectors.prefetch(vectors.at(k_data, following, line, u * TILE))
-                    vectors.prefetch(vectors.at(v_data, first, line, u * TILE))
-                for r in range(_MICRO):
-                    row = builder.mul(dim, ir.Constant(_INDEX, r))
-                    value = vectors.splat(vectors.at(q_data, q_first, row, d, u))
-                    vectors.multiply_add(value, column, sums[r + _MICRO * (u % 2)])
-        for r in range(_MICRO):
-            total = builder.fadd(builder.load(sums[r]), builder.load(sums[r + _MICRO]))
-            vectors.store(total, vectors.at(score_data, score_first, r * _CHUNK))
-        return context.get_dummy_value()
+    @intrinsic
+    def scores_kernel(typing_context, q, q_at, k, v, at, next_at, scores, score_at, head_dim):
+        def codegen(context, builder, signature, arguments):
+            vectors = _Vectors(context, builder, TILE)
+            q_data, k_data, v_data, score_data = (
+                vectors.data(signature.args[i], arguments[i]) for i in (0, 2, 3, 6)
+            )
+            q_first, score_first, dim = (arguments[i] for i in (1, 7, 8))
+            first, following = (
+                [builder.extract_value(arguments[i], tile) for tile in range(tiles)] for i in (4, 5)
+            )
+            kind = signature.args[2].dtype
+            lines = 1 if kind == types.float32 else 2
+            sums = vectors.zeros(2 * _MICRO * tiles)
+            with vectors.loop(ir.Constant(_INDEX, 0), dim, 4) as (d, _):
+                for u in range(4):
+                    line = builder.mul(d, ir.Constant(_INDEX, TILE))
+                    columns = [vectors.load(vectors.at(k_data, one, line, u * TILE), kind) for one in first]
+                    if prefetch and u % lines == 0:
+                        for one, later in zip(first, following, strict=True):
+                            vectors.prefetch(vectors.at(k_data, later, line, u * TILE))
+                            vectors.prefetch(vectors.at(v_data, one, line, u * TILE))
+                    for r in range(_MICRO):
+                        row = builder.mul(dim, ir.Constant(_INDEX, r))
+                        value = vectors.splat(vectors.at(q_data, q_first, row, d, u))
+                        for tile, column in enumerate(columns):
+                            vectors.multiply_add(value, column, sums[2 * (r * tiles + tile) + u % 2])
+            for r in range(_MICRO):
+                for tile in range(tiles):
+                    even, odd = (builder.load(sums[2 * (r * tiles + tile) + u]) for u in range(2))
+                    total = builder.fadd(even, odd)
+                    vectors.store(total, vectors.at(score_data, score_first, r * _CHUNK + tile * TILE))
+            return context.get_dummy_value()
 
-    index = types.int64
-    return types.void(q, index, k, v, index, index, scores, index, index), codegen
+        index = types.int64
+        places = types.UniTuple(index, tiles)
+        return types.void(q, index, k, v, places, places, scores, index, index), codegen
+
+    return scores_kernel
+
+
+_scores_1_ahead = _scores_of(1, True)
+_scores_2 = _scores_of(2, False)
+_scores_2_ahead = _scores_of(2, True)
 
 
 @intrinsic
@@ -274,47 +296,107 @@ def _cap(row, soft_cap):
         row[i] = -capped if x < 0 else capped
 
 
+_EXP2 = (
+    1.535336188319500e-4,
+    1.339887440266574e-3,
+    9.618437357674640e-3,
+    5.550332471162809e-2,
+    2.402264791363012e-1,
+    6.931472028550421e-1,
+    1.0,
+)
+"""Coefficients of 2**f for f in [-0.5, 0.5], highest first; relative error under 2e-7."""
+
+
+@intrinsic
+def _weigh_tiles(typing_context, scores, at, tiles, maximum):
+    """Turn `tiles` tiles of one row's scores into weights in place; returns (new maximum, sum of the weights).
+
+    A weight is 2**(score - maximum), and 0 from 126 below on. The sum has one lane for each of the 16 tokens of a tile, a tile
+    after the other, then the lanes in order: tiles of zeros before or behind change no bit.
+    """
+
+    def codegen(context, builder, signature, arguments):
+        vectors = _Vectors(context, builder, TILE)
+        data = vectors.data(signature.args[0], arguments[0])
+        first, count, before = arguments[1:]
+        zero, lanes = ir.Constant(_INDEX, 0), range(TILE)
+
+        def constant(value: float) -> Any:
+            return ir.Constant(vectors.kind, [value] * TILE)
+
+        def spread(value: Any) -> Any:
+            one = builder.insert_element(
+                ir.Constant(vectors.kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
+            )
+            order = ir.Constant(ir.VectorType(ir.IntType(32), TILE), [0] * TILE)
+            return builder.shuffle_vector(one, ir.Constant(vectors.kind, ir.Undefined), order)
+
+        def unary(name: str, value: Any) -> Any:
+            signature = ir.FunctionType(vectors.kind, [vectors.kind])
+            function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.v{TILE}f32")
+            return builder.call(function, [value])
+
+        def larger(one: Any, other: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+        def element(vector: Any, lane: int) -> Any:
+            return builder.extract_element(vector, ir.Constant(ir.IntType(32), lane))
+
+        highest = cgutils.alloca_once_value(builder, spread(before))
+        with vectors.loop(zero, count, 1) as (tile, _):
+            row = vectors.load(vectors.at(data, first, builder.mul(tile, ir.Constant(_INDEX, TILE))))
+            builder.store(larger(row, builder.load(highest)), highest)
+        top = before
+        for lane in lanes:
+            top = larger(element(builder.load(highest), lane), top)
+        shift, total = spread(top), cgutils.alloca_once_value(builder, constant(0.0))
+        whole_type = ir.VectorType(ir.IntType(32), TILE)
+        with vectors.loop(zero, count, 1) as (tile, _):
+            place = vectors.at(data, first, builder.mul(tile, ir.Constant(_INDEX, TILE)))
+            x = builder.fsub(vectors.load(place), shift)
+            gone = builder.fcmp_ordered("<", x, constant(float(_SMALLEST)))
+            x = builder.select(gone, constant(float(_SMALLEST)), x)
+            whole = unary("rint", x)
+            rest = builder.fsub(x, whole)
+            p = constant(_EXP2[0])
+            for coefficient in _EXP2[1:]:
+                p = vectors.fused(p, rest, constant(coefficient))
+            exponent = builder.add(builder.fptosi(whole, whole_type), ir.Constant(whole_type, [127] * TILE))
+            power = builder.bitcast(builder.shl(exponent, ir.Constant(whole_type, [23] * TILE)), vectors.kind)
+            weight = builder.select(gone, constant(0.0), builder.fmul(p, power))
+            vectors.store(weight, place)
+            builder.store(builder.fadd(builder.load(total), weight), total)
+        lanes_sum = element(builder.load(total), 0)
+        for lane in range(1, TILE):
+            lanes_sum = builder.fadd(lanes_sum, element(builder.load(total), lane))
+        return context.make_tuple(builder, signature.return_type, (top, lanes_sum))
+
+    index = types.int64
+    return types.UniTuple(types.float32, 2)(scores, index, index, types.float32), codegen
+
+
 @_callee
-def _weigh(scores, at, tiles, low, high, soft_cap, maximum, lanes):
+def _weigh(scores, at, tiles, low, high, soft_cap, maximum):
     """Turn a row's scores of some tiles into weights, in place; returns the row's new maximum and the weights' sum.
 
     Tokens outside `[low, high)` weigh nothing, whatever their scores are; zeros leave every partial sum as it is, so
     that the result does not depend on how many tiles beside the visible ones were passed.
     """
-    row = scores[at : at + tiles * TILE]
-    length = row.shape[0]
+    length = tiles * TILE
     start = min(max(low, 0), length)
     stop = max(min(high, length), start)
+    if start == stop:
+        for i in range(length):
+            scores[at + i] = 0
+        return maximum, np.float32(0)
     if soft_cap > 0:
-        _cap(row, soft_cap)
+        _cap(scores[at : at + length], soft_cap)
     for i in range(start):
-        row[i] = _MASKED
+        scores[at + i] = _MASKED
     for i in range(stop, length):
-        row[i] = _MASKED
-    for i in range(TILE):
-        lanes[i] = maximum
-    for c in range(0, length, TILE):
-        for i in range(TILE):
-            lanes[i] = row[c + i] if row[c + i] > lanes[i] else lanes[i]
-    top = maximum
-    for i in range(TILE):
-        top = max(top, lanes[i])
-    for i in range(length):
-        x = row[i] - top
-        row[i] = _exp2(_SMALLEST if x < _SMALLEST else x)
-    for i in range(start):
-        row[i] = 0
-    for i in range(stop, length):
-        row[i] = 0
-    for i in range(TILE):
-        lanes[i] = 0
-    for c in range(0, length, TILE):
-        for i in range(TILE):
-            lanes[i] += row[c + i]
-    total = np.float32(0)
-    for i in range(TILE):
-        total += lanes[i]
-    return top, total
+        scores[at + i] = _MASKED
+    return _weigh_tiles(scores, at, tiles, maximum)  # pyright: ignore[reportCallIssue]
 
 
 class _Work(NamedTuple):
@@ -332,7 +414,6 @@ class _Work(NamedTuple):
     """`[_ROWS]` int64: the first token that each row sees"""
     highs: Any
     """`[_ROWS]` int64: where the tokens that each row sees end"""
-    lanes: Any
 
 
 @_callee
@@ -345,7 +426,6 @@ def _new_work(head_dim):
         np.empty(_ROWS, np.float32),
         np.empty(_ROWS, np.int64),
         np.empty(_ROWS, np.int64),
-        np.empty(TILE, np.float32),
     )
 
 
@@ -384,7 +464,9 @@ def _load_rows(work, q, first, rows, base, kv, group, scale, sight):
 def _attend(work, count, first, stop, soft_cap, k_layer, v_layer, kv, table):
     """Run `count` buffered rows over the tokens in `[first, stop)` that they see, chunk by chunk of absolute positions.
 
-    In a chunk: scores, then weights, then weighted V rows. Both limits of what a row sees rise with the row.
+    In a chunk: scores, then weights, then weighted V rows. Both limits of what a row sees rise with the row. Many rows take
+    two tiles at a time, which serves more products for each value loaded; a single group of rows takes one, which leaves
+    room near the core for the lines asked for ahead, and only the first group asks.
     """
     kv_heads, head_dim = k_layer.shape[1], k_layer.shape[2]
     k, v, tile_size = k_layer.reshape(-1), v_layer.reshape(-1), head_dim * TILE
@@ -393,15 +475,41 @@ def _attend(work, count, first, stop, soft_cap, k_layer, v_layer, kv, table):
     for chunk in range(begin // _CHUNK * _CHUNK, end, _CHUNK):
         j_first = max(begin - chunk, 0) // TILE
         j_stop = (min(_CHUNK, end - chunk) + TILE - 1) // TILE
-        for j in range(j_first, j_stop):
-            at = (np.int64(table[chunk // TILE + j]) * kv_heads + kv) * tile_size
-            following = (np.int64(table[chunk // TILE + min(j + 1, j_stop - 1)]) * kv_heads + kv) * tile_size
-            for m in range(0, count, _MICRO):
-                if work.lows[m] - chunk < (j + 1) * TILE and work.highs[m + _MICRO - 1] - chunk > j * TILE:
-                    to = m * _CHUNK + j * TILE
-                    _tile_scores(  # pyright: ignore[reportCallIssue]
-                        work.rows, m * head_dim, k, v, at, following, work.scores, to, head_dim
-                    )
+        if count <= _MICRO:
+            for j in range(j_first, j_stop):
+                at = (np.int64(table[chunk // TILE + j]) * kv_heads + kv) * tile_size
+                following = (
+                    np.int64(table[chunk // TILE + min(j + 1, j_stop - 1)]) * kv_heads + kv
+                ) * tile_size
+                _scores_1_ahead(  # pyright: ignore[reportCallIssue]
+                    work.rows, 0, k, v, (at,), (following,), work.scores, j * TILE, head_dim
+                )
+        else:
+            for j in range(j_first, j_stop, 2):
+                last, to = j_stop - 1, j * TILE
+                at = (np.int64(table[chunk // TILE + j]) * kv_heads + kv) * tile_size
+                beside = (np.int64(table[chunk // TILE + min(j + 1, last)]) * kv_heads + kv) * tile_size
+                next_at = (np.int64(table[chunk // TILE + min(j + 2, last)]) * kv_heads + kv) * tile_size
+                next_beside = (np.int64(table[chunk // TILE + min(j + 3, last)]) * kv_heads + kv) * tile_size
+                pair, later = (at, beside), (next_at, next_beside)
+                for m in range(0, count, _MICRO):
+                    if work.highs[m + _MICRO - 1] > chunk + to and work.lows[m] < chunk + to + 2 * TILE:
+                        if m == 0:
+                            _scores_2_ahead(  # pyright: ignore[reportCallIssue]
+                                work.rows, 0, k, v, pair, later, work.scores, to, head_dim
+                            )
+                        else:
+                            _scores_2(  # pyright: ignore[reportCallIssue]
+                                work.rows,
+                                m * head_dim,
+                                k,
+                                v,
+                                pair,
+                                later,
+                                work.scores,
+                                m * _CHUNK + to,
+                                head_dim,
+                            )
         for r in range(count):
             m = r // _MICRO * _MICRO
             low = max(work.lows[m], first) - chunk
@@ -413,7 +521,7 @@ def _attend(work, count, first, stop, soft_cap, k_layer, v_layer, kv, table):
                 low = max(work.lows[r], first) - origin
                 high = min(work.highs[r], stop) - origin
                 at = r * _CHUNK + tile * TILE
-                top, total = _weigh(work.scores, at, tiles, low, high, soft_cap, work.maxima[r], work.lanes)
+                top, total = _weigh(work.scores, at, tiles, low, high, soft_cap, work.maxima[r])
                 factor = _exp2(max(work.maxima[r] - top, _SMALLEST))
                 work.maxima[r] = top
                 work.sums[r] = work.sums[r] * factor + total
