@@ -113,7 +113,9 @@ def test_actors_compiled_no_kernel_and_share_memory(server: LiveServer) -> None:
     assert [rank["collective"] for rank in ranks] == [expected, expected]
     kernels = server.replica()["kernels"]
     assert (kernels["backend"], kernels["kv_dtype"], kernels["tile"]) == ("cpu", "float32", 16)
-    assert [each["outcome"] for each in kernels["considered"]] == ["selected", "not_needed"]
+    outcomes = {each["backend"]: each["outcome"] for each in kernels["considered"]}
+    assert (outcomes["cpu"], outcomes["reference"]) == ("selected", "not_needed")
+    assert outcomes["triton"] in ("triton_not_installed", "no_cuda_device", "host_activations")
     assert {rank["kernels"]["layout"]["backend"] for rank in ranks} == {"cpu"}
 
 
