@@ -50,7 +50,7 @@ class RankSet:
     def __init__(self, shards: ShardSet, shape: ReplicaShape) -> None:
         self.shards = shards
         self.genesis = Genesis(
-            world_of(shards.checkpoint, shape.block_size),
+            world_of(shards.checkpoint, shape.block_size, shards.kv_dtype),
             (GroupSpec(FULL_ATTENTION, shape.block_size, shape.num_blocks),),
             shape.max_requests,
             shape.max_model_len,

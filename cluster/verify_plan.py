@@ -83,7 +83,7 @@ def verify_cases(config: ModelConfig, quick: bool) -> list[VerifyCase]:
         cases.append(VerifyCase(1, 16, "float32", kv_dtype="bfloat16"))
         cases.append(VerifyCase(1, 16, "float32", deterministic=True))
         if len(degrees) > 1:
-            cases.append(VerifyCase(2, 16, "bfloat16", deterministic=True))
+            cases.append(VerifyCase(2, 16, "bfloat16", deterministic=True, kv_dtype="bfloat16"))
     return cases
 
 

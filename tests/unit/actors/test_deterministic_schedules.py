@@ -39,7 +39,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ranks(source: Path, tp_size: int, dtype: Dtype = "float32", deterministic: bool = True) -> ShardSet:
     torch.set_num_threads(1)
-    return ShardSet(convert(source, source.parent / "cache", tp_size, dtype=dtype), deterministic)
+    return ShardSet(
+        convert(source, source.parent / "cache", tp_size, dtype=dtype), deterministic, kv_dtype=dtype
+    )
 
 
 @pytest.fixture(scope="module", params=SCHEDULES, ids=str)
