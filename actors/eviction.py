@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heapreplace
 import msgspec
 import numpy as np
 
-from copyhold.kvcore.commands import NodeHandle
+from copyhold.kvcore.commands import BlockHandle, NodeHandle
 from copyhold.kvcore.errors import StaleTreeVersion
 from copyhold.kvcore.ledger import Ledger
 
@@ -24,6 +24,7 @@ from .leaf_queue import LeafQueue, Lowest, Tops
 from .policies import Policy, Worth
 from .retention import Lifetimes, Prioritized, Retention, RetentionLimits
 from .shares import Shares
+from .window_room import NO_WINDOWS, choose_trim
 
 Queue = LeafQueue[NodeHandle]
 MakePolicy = Callable[[int, int], Policy]
@@ -37,12 +38,16 @@ AHEAD = 128
 
 
 class Victims(msgspec.Struct, frozen=True):
-    """Edges to evict, children before parents, and the blocks that frees in each namespace."""
+    """Edges to evict, children before parents, and the blocks that frees in each namespace.
+
+    ``trim``: blocks of sliding windows to give back before; their edges stay, and no share counts them.
+    """
 
     nodes: tuple[NodeHandle, ...] = ()
     freed_by_namespace: Mapping[str, int] = {}
     namespaces: tuple[str, ...] = ()
     blocks: tuple[np.ndarray, ...] = ()
+    trim: tuple[BlockHandle, ...] = ()
 
     @property
     def freed_blocks(self) -> int:
@@ -186,13 +191,19 @@ class Evictor:
 
     # -- choices ------------------------------------------------------------------------------------------------
 
-    def choose(self, needs: Mapping[str, int], protected: frozenset[NodeHandle] = frozenset()) -> Victims:
+    def choose(
+        self,
+        needs: Mapping[str, int],
+        protected: frozenset[NodeHandle] = frozenset(),
+        window_needs: Mapping[int, int] = NO_WINDOWS,
+    ) -> Victims:
         """Whole edges to evict so that each namespace gets the blocks it needs; ``protected`` ones stay.
 
+        ``window_needs``: blocks of each cache group with a window that are wanted besides.
         Raises: ``NoRoom``, with the namespace whose own ceiling is in the way, if one is; nothing changed.
         """
         free = self._ledger.gauge().free
-        if sum(needs.values()) <= free and all(map(self._shares.is_open, needs)):
+        if not window_needs and sum(needs.values()) <= free and all(map(self._shares.is_open, needs)):
             return Victims()
         self._forget_choice()
         choice = _Choice(self, protected)
@@ -208,7 +219,12 @@ class Evictor:
                 freed = choice.take(self._spare(needs), missing)
                 if freed < missing:
                     raise NoRoom(missing, freed)
-            return choice.victims()
+            if not window_needs:
+                return choice.victims()
+            take_edge = partial(choice.take, self._spare(needs), 1)
+            return choice.victims(
+                choose_trim(self._ledger, window_needs, protected, choice.taken, lambda: take_edge() > 0)
+            )
         finally:
             choice.close()
 
@@ -313,8 +329,13 @@ class _Choice:
         self._namespace_of: dict[int, str] = {}
         self.freed_blocks = 0
 
-    def victims(self) -> Victims:
-        return Victims(tuple(self._nodes), dict(self._freed), tuple(self._namespaces), tuple(self._blocks))
+    def victims(self, trim: tuple[BlockHandle, ...] = ()) -> Victims:
+        names, blocks = tuple(self._namespaces), tuple(self._blocks)
+        return Victims(tuple(self._nodes), dict(self._freed), names, blocks, trim)
+
+    def taken(self) -> list[int]:
+        """Ids of the edges taken so far."""
+        return [node.node for node in self._nodes]
 
     def take(self, spare: Mapping[str, int], needed: int) -> int:
         """Take least worth edges from the queues, at most ``spare`` blocks of each; the blocks that frees."""

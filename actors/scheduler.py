@@ -176,9 +176,10 @@ class Scheduler:
         """Fence every older generation of ``namespace``; returns the number of requests still running below it."""
         if self._floors.is_rise(namespace, generation):
             free_blocks = self._ledger.gauge().free
-            receipt = self._apply(AdvanceGeneration(namespace, generation), AdvanceReceipt)
-            self.evictor.dropped(namespace, receipt.freed_blocks)
-            self._floors.rise(namespace, FloorFacts(generation, free_blocks, self._ledger.gauge().free))
+            self._apply(AdvanceGeneration(namespace, generation), AdvanceReceipt)
+            free_now = self._ledger.gauge().free
+            self.evictor.dropped(namespace, free_now - free_blocks)
+            self._floors.rise(namespace, FloorFacts(generation, free_blocks, free_now))
             for entry in [entry for entry in self._waiting if self._floors.above(entry.scope)]:
                 self._waiting.remove(entry)
                 entry.end(REVOKED)
@@ -330,7 +331,9 @@ class Scheduler:
         probe = self._ledger.probe(entry.scope, tokens, entry.submission.lookup)
         blocks = -(-(len(tokens) // 4) // self._block_size)
         try:
-            victims = self.evictor.choose({namespace: blocks - len(probe.blocks)}, frozenset(probe.path))
+            windows = self._ledger.prompt_window_blocks(len(tokens) // 4, probe.match.runtime)
+            needs = {namespace: blocks - len(probe.blocks)}
+            victims = self.evictor.choose(needs, frozenset(probe.path), windows)
         except NoRoom as error:
             if any(error.namespace in (None, other.scope.namespace) for other in self._running):
                 raise
@@ -342,11 +345,13 @@ class Scheduler:
         self._waiting.remove(entry)
         self._transaction += 1
         receipt: AdmitReceipt = self._apply(
-            Admit(self._transaction, entry.scope, tokens, entry.submission.lookup, victims.nodes),
+            Admit(
+                self._transaction, entry.scope, tokens, entry.submission.lookup, victims.nodes, victims.trim
+            ),
             AdmitReceipt,
         )
         self.evictor.evicted(victims)
-        self._shares.take(namespace, len(receipt.new_blocks))
+        self._shares.take(namespace, len(receipt.new_blocks.blocks()))
         self._start(entry, receipt)
 
     def _start(self, entry: Entry, receipt: AdmitReceipt) -> None:
@@ -376,8 +381,8 @@ class Scheduler:
 
     def evict(self, victims: Victims) -> None:
         """Evict in a command of its own, if there is anything to evict."""
-        if victims.nodes:
-            self._apply(Evict(victims.nodes), EvictReceipt)
+        if victims.nodes or victims.trim:
+            self._apply(Evict(victims.nodes, victims.trim), EvictReceipt)
             self.evictor.evicted(victims)
 
     # -- dispatch -----------------------------------------------------------------------------------------------
@@ -392,12 +397,13 @@ class Scheduler:
             for entry, span in rows:
                 needs[entry.scope.namespace] += grown[span]
             try:
-                victims = self.evictor.choose(needs)
+                spans = tuple(span for _, span in rows)
+                victims = self.evictor.choose(needs, window_needs=self._ledger.step_window_blocks(spans))
                 break
             except NoRoom as error:
                 self._preempt_youngest(error.namespace)
         self._dispatched = rows
-        self._apply(Dispatch(self._step, tuple(span for _, span in rows), victims.nodes))
+        self._apply(Dispatch(self._step, spans, victims.nodes, victims.trim))
         self.evictor.evicted(victims)
         for namespace, blocks in needs.items():
             self._shares.take(namespace, blocks)
@@ -507,10 +513,12 @@ class Scheduler:
 
     def _release(self, entry: Entry, reason: str) -> None:
         namespace, indexed = entry.scope.namespace, self._table(entry)[: entry.published_blocks].copy()
+        free_blocks = self._ledger.gauge().free
         receipt = self._apply(Release(_held(entry), reason), ReleaseReceipt)
         assert not receipt.deferred, "requests are released between steps"
         self._running.remove(entry)
-        self._shares.give_back(namespace, receipt.freed_blocks)
+        # Shares count blocks of the first cache group, a receipt those of all.
+        self._shares.give_back(namespace, self._ledger.gauge().free - free_blocks)
         if not self._floors.above(entry.scope):
             self.evictor.released(namespace, entry.terminal, indexed, len(entry.generated))
         else:

@@ -11,14 +11,15 @@ import msgspec
 import numpy as np
 
 from .admission import read_and_look_up
-from .commands import Admit, BlockHandle, NodeHandle, RequestHandle, Scope
+from .commands import Admit, BlockHandle, NodeHandle, RequestHandle, RowSpan, Scope
 from .digest import Array
 from .errors import LogWithoutGenesis, StaleTreeVersion
 from .pool import PoolGauge
 from .receipts import PrefixMatch
 from .requests import RequestView
 from .state import LedgerState, node_handles
-from .windows import WindowLine, window_lines
+from .stepping import needed_blocks
+from .windows import WindowLine, reserved_blocks, window_lines
 
 _NO_BLOCKS: Array = np.zeros(0, dtype=np.int64)
 _NO_BLOCKS.flags.writeable = False
@@ -177,6 +178,20 @@ class LedgerReads:
     def evictable_window_blocks(self) -> tuple[WindowLine, ...]:
         """For each group with a window, the blocks that a `trim` would accept now, those first in line in front."""
         return window_lines(self.state)
+
+    def prompt_window_blocks(self, rows: int, shared: int) -> dict[int, int]:
+        """For each group with a window, blocks that an Admit of `rows` tokens reserves when it hits `shared` of them."""
+        pools = self.state.windowed
+        return {pool.group: reserved_blocks(pool, rows, shared) - shared // pool.block_size for pool in pools}
+
+    def step_window_blocks(self, spans: tuple[RowSpan, ...]) -> dict[int, int]:
+        """For each group with a window, blocks that a Dispatch of these rows takes."""
+        state = self.state
+        if not state.windowed:
+            return {}
+        rows = np.array([(s.request.slot, s.request.generation, s.start, s.count) for s in spans])
+        rows = rows.reshape(-1, 4).astype(np.int64)
+        return {pool.group: needed_blocks(state, rows, pool) for pool in state.windowed}
 
     def node(self, handle: NodeHandle) -> NodeView:
         """One edge of the tree. Raises: StaleTreeVersion."""

@@ -31,6 +31,7 @@ from .errors import (
     StepOutOfOrder,
 )
 from .eviction import EvictionPlan, commit_evictions, plan_evictions
+from .pool import BlockPool
 from .receipts import BlockCopy, ReleaseFacts, TruncateFacts
 from .release import release_now
 from .requests import RELEASE_REASONS
@@ -77,24 +78,28 @@ def plan_dispatch(state: LedgerState, command: Dispatch | PackedDispatch) -> Dis
 
 def _plan_room(state: LedgerState, rows: Array, evictions: EvictionPlan) -> tuple[int, ...]:
     """Blocks each group needs. Raises: OutOfMemory for the first group that lacks them."""
-    requests = state.requests
     counts = []
-    for group, pool in enumerate(state.pools):
-        needed = loops.needed_blocks(
-            rows,
-            requests.records.cells,
-            pool.records.cells,
-            requests.cells[group].array,
-            requests.widths[group],
-            pool.block_size,
-            group,
-            pool.copied,
-        )
-        free, named = pool.free.count, evictions.freed[group]
+    for pool, named in zip(state.pools, evictions.freed, strict=True):
+        needed, free = needed_blocks(state, rows, pool), pool.free.count
         if needed > free + named:
-            raise OutOfMemory(needed, free, named, group)
+            raise OutOfMemory(needed, free, named, pool.group)
         counts.append(needed)
     return tuple(counts)
+
+
+def needed_blocks(state: LedgerState, rows: Array, pool: BlockPool) -> int:
+    """Blocks of one group that rows int64 [rows, 4] need: growth of their tables and copies of shared tails."""
+    requests, group = state.requests, pool.group
+    return loops.needed_blocks(
+        rows,
+        requests.records.cells,
+        pool.records.cells,
+        requests.cells[group].array,
+        requests.widths[group],
+        pool.block_size,
+        group,
+        pool.copied,
+    )
 
 
 def commit_dispatch(state: LedgerState, plan: DispatchPlan) -> dict[str, Any]:

@@ -48,10 +48,16 @@ class DryReplica:
     """``now_s`` is the clock of lifetimes; tests move it."""
 
     def __init__(
-        self, cache: CacheSettings, num_blocks: int = 32, max_requests: int = 8, chunk_tokens: int = 64
+        self,
+        cache: CacheSettings,
+        num_blocks: int = 32,
+        max_requests: int = 8,
+        chunk_tokens: int = 64,
+        windows: tuple[GroupSpec, ...] = (),
     ) -> None:
         self.now_s = 0.0
-        genesis = Genesis(WORLD, (GroupSpec("full", BLOCK, num_blocks),), max_requests, 512, INCARNATION)
+        groups = (GroupSpec("full", BLOCK, num_blocks), *windows)
+        genesis = Genesis(WORLD, groups, max_requests, 512, INCARNATION)
         self.scheduler = Scheduler(
             genesis, StepBudget(256, chunk_tokens), cache=cache, clock=lambda: self.now_s
         )
