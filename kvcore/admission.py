@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from . import loops
-from .commands import Abort, Admit
+from .commands import Abort, Admit, Scope
 from .digest import Array
 from .errors import (
     DuplicateTransactionId,
@@ -82,18 +82,19 @@ def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool, cont
     return Lookup(match, tuple(nodes), pages - start.item(nodes[-1]) if nodes else 0)
 
 
-def read_and_look_up(state: LedgerState, command: Admit) -> tuple[Array, Lookup]:
+def read_and_look_up(
+    state: LedgerState, scope: Scope, content: bytes, lookup: bool, transaction: int = -1
+) -> tuple[Array, Lookup]:
     """Token ids of a prompt and its match. Raises the refusals of a prompt and of a revoked scope.
 
     The last one is remembered until the next command is planned, because a scheduler probes what it then admits.
     """
-    scope, asked = command.scope, (command.tokens, command.scope, command.lookup)
+    asked = content, scope, lookup
     if state.looked_up is not None and state.looked_up[0] == asked:
         return state.looked_up[1]
-    tokens = state.read_prompt(command.transaction, command.tokens)
+    tokens = state.read_prompt(transaction, content)
     state.scopes.require_current(scope)
-    content = command.tokens if _LITTLE else b""
-    found = tokens, look_up(state, state.scopes.find(scope), tokens, command.lookup, content)
+    found = tokens, look_up(state, state.scopes.find(scope), tokens, lookup, content if _LITTLE else b"")
     state.looked_up = asked, found
     return found
 
@@ -105,7 +106,7 @@ def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
         raise MalformedCommand("namespace", "empty")
     require_counter("generation", scope.generation)
     require_counter("transaction", command.transaction)
-    tokens, found = read_and_look_up(state, command)
+    tokens, found = read_and_look_up(state, scope, command.tokens, command.lookup, command.transaction)
     if command.transaction <= state.last_transaction:
         raise DuplicateTransactionId(command.transaction, state.last_transaction)
     evictions = plan_evictions(state, command.evict, command.trim, found.nodes, found.match.runtime)

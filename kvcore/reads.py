@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from .admission import read_and_look_up
-from .commands import Admit, BlockHandle, NodeHandle, RequestHandle, RowSpan, Scope
+from .commands import BlockHandle, NodeHandle, RequestHandle, RowSpan, Scope
 from .digest import Array
 from .errors import LogWithoutGenesis, StaleTreeVersion
 from .pool import PoolGauge
@@ -98,7 +98,7 @@ class LedgerReads:
     def probe(self, scope: Scope, tokens: bytes, lookup: bool = True) -> Probe:
         """What an Admit would share now. Raises the refusals of a prompt and of a revoked scope."""
         state = self.state
-        _, found = read_and_look_up(state, Admit(-1, scope, tokens, lookup))
+        _, found = read_and_look_up(state, scope, tokens, lookup)
         if not found.nodes:
             return Probe(found.match, (), _NO_BLOCKS)
         blocks = state.tree.path_blocks(list(found.nodes))[: found.match.runtime // state.block_size]

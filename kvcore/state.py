@@ -125,7 +125,9 @@ class LedgerState:
             raise MalformedCommand("tokens", f"not bytes: {content!r:.60}")
         if len(content) % 4:
             raise MalformedCommand("tokens", f"{len(content)} bytes")
-        tokens = np.frombuffer(content, dtype=_TOKENS).astype(np.int32, copy=False)
+        tokens = np.frombuffer(content, dtype=_TOKENS)
+        if not tokens.dtype.isnative:
+            tokens = tokens.astype(np.int32)
         if len(tokens) == 0:
             raise EmptyPrompt(transaction)
         if len(tokens) > self.longest_prompt:

@@ -125,7 +125,7 @@ class PrefixTree:
         begins with is left out.
         """
         branch = self._branches[node] if node else self.roots.get(scope)
-        page, start = self._page, self.end_page(node)
+        page, start = self._page, self.end_page(node) if node else 0
         found = TreeMatch([], 0, start, start * page, False, branch is None)
         total, nodes = len(tokens), found.nodes
         if branch is None or start * page >= total:
