@@ -492,7 +492,21 @@ def _attend(work, count, first, stop, soft_cap, k_layer, v_layer, kv, table):
                 next_at = (np.int64(table[chunk // TILE + min(j + 2, last)]) * kv_heads + kv) * tile_size
                 next_beside = (np.int64(table[chunk // TILE + min(j + 3, last)]) * kv_heads + kv) * tile_size
                 pair, later = (at, beside), (next_at, next_beside)
-                for m in range(0, count, _MICRO):
+                # A last tile alone: as a pair it would be scored past the end of its chunk's row when it is the sixteenth.
+                for m in range(0, count if j == last else 0, _MICRO):
+                    if work.highs[m + _MICRO - 1] > chunk + to and work.lows[m] < chunk + to + TILE:
+                        _scores_1_ahead(  # pyright: ignore[reportCallIssue]
+                            work.rows,
+                            m * head_dim,
+                            k,
+                            v,
+                            (at,),
+                            (at,),
+                            work.scores,
+                            m * _CHUNK + to,
+                            head_dim,
+                        )
+                for m in range(0, count if j < last else 0, _MICRO):
                     if work.highs[m + _MICRO - 1] > chunk + to and work.lows[m] < chunk + to + 2 * TILE:
                         if m == 0:
                             _scores_2_ahead(  # pyright: ignore[reportCallIssue]
