@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 
+from copyhold.kernels import cpu
 from copyhold.kernels.batch import StepBatch
 from copyhold.kernels.choices import SharedPrefix
 from copyhold.kernels.pool import TILE, KVPool
@@ -50,9 +51,8 @@ class Rank:
         self._scrubber = Scrubber(self._ledger, pool)
         heads = Geometry(len(shard.partition.q_heads), pool.kv_heads, pool.head_dim, pool.k.itemsize)
         contract = f"{pool.k.dtype.name} {pool.kv_heads}x{pool.head_dim} tile {TILE}"
-        self.shared_reads = SharedReads(
-            self._ledger, heads, "off" if shard.deterministic else shared_prefix, contract
-        )
+        plain = shard.deterministic or shard.kernel_name != cpu.NAME
+        self.shared_reads = SharedReads(self._ledger, heads, "off" if plain else shared_prefix, contract)
 
     @property
     def ledger(self) -> Ledger:

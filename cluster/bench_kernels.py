@@ -17,6 +17,7 @@ from .bench_exchange import exchange_rows
 from .bench_linears import linear_rows
 from .bench_memory import memory_rows, read_row
 from .bench_report import BenchReport, BenchRow, Machine, versions
+from .bench_shared import shared_rows
 
 Say = Callable[[str, str], None]
 
@@ -35,6 +36,8 @@ def run_kernels_bench(rounds: int, with_peers: bool, say: Say) -> BenchReport:
     say("kernels", "attention")
     attention, notes = attention_rows(rounds, with_peers, read.max)
     rows += attention
+    say("kernels", "shared prefix")
+    rows += shared_rows(rounds)
     say("kernels", "linears")
     rows += linear_rows(rounds)
     say("kernels", "sums over ranks")

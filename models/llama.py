@@ -85,6 +85,11 @@ class LlamaShard:
         self._dtype: Dtype = dtype
         self._scratch = self.new_scratch(max_batch_tokens)
 
+    @property
+    def kernel_name(self) -> str:
+        """The backend that computes attention."""
+        return self._kernels.NAME
+
     def new_scratch(self, rows: int) -> Scratch:
         """Activation buffers for batches of up to `rows` rows of this shard."""
         return Scratch(self.config, self.partition, rows, self._dtype)

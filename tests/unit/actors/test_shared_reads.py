@@ -45,7 +45,7 @@ def test_shared_reads_change_no_token(replica, ranks, mode):
 
 
 def test_every_rank_makes_the_same_choices(replica):
-    served = replica(2, num_blocks=64)
+    served = replica(2, num_blocks=64, shared_prefix="chunk")
     _turns(served, 8)
     first, second = (rank.shared_reads.report() for rank in served.ranks)
     assert first.steps == second.steps and sum(first.steps.values()) > 10

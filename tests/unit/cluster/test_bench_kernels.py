@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from copyhold.cluster import bench_attention, bench_kernels, bench_turns, cli
+from copyhold.cluster import bench_attention, bench_kernels, bench_shared, bench_turns, cli
 from copyhold.cluster.bench_attention import Shape
 from copyhold.cluster.bench_report import Target
+from copyhold.cluster.bench_shared import SharedShape
 from copyhold.cluster.bench_turns import against, in_turns
 
 
@@ -44,6 +45,7 @@ def test_the_command_prints_every_row_once(
     for name in ("DECODE", "PREFILL", "SMOLLM2"):
         monkeypatch.setattr(bench_attention, name, small)
     monkeypatch.setattr(bench_turns, "REPEATS", 1)
+    monkeypatch.setattr(bench_shared, "SHARED", SharedShape(4, 512, 20, 1, 2, 16, 1))
     monkeypatch.setattr(bench_kernels, "linear_rows", lambda rounds: [])
     monkeypatch.setattr(sys, "argv", ["copyhold", "bench", "kernels", "--runs", "1", "--no-peers", "--json"])
     with pytest.raises(SystemExit) as ended:
@@ -52,7 +54,7 @@ def test_the_command_prints_every_row_once(
     assert document["bench"] == "kernels" and ended.value.code == (0 if document["ok"] else 1)
     names = [row["name"] for row in document["rows"]]
     assert len(names) == len(set(names))
-    timed = ("write", "copy", "zero", "decode fp32", "decode bf16", "prefill 512 on 1536")
+    timed = ("write", "copy", "zero", "decode fp32", "decode bf16", "prefill 512 on 1536", "shared 4x512")
     assert {*timed, *(f"{name} ms" for name in timed), "read bandwidth share", "memory read"} <= set(names)
     assert all(row["value"] > 0 for row in document["rows"])
 
