@@ -364,11 +364,16 @@ class _Choice:
     def _take_open(self, needed: int) -> int:
         """`take` where one queue holds every candidate and all of it may go; the rest makes room for who comes next."""
         freed, queue, blocks = 0, self._evictor._queues[_OPEN], self._tree.blocks
+        tops = self._tops.setdefault(_OPEN, Tops())
         while freed < needed:
-            head = self._head(_OPEN)
-            if head is None:
+            lowest = queue.lowest(tops)
+            if lowest is None:
                 break
-            node = head[2].node
+            node = lowest.node
+            if node in self._protected:
+                queue.take(node)
+                self._set_aside.append((queue, node, lowest.unit))
+                continue
             freed += len(blocks[node.node])
             self._remove(node, queue)
         return freed

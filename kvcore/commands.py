@@ -25,7 +25,7 @@ class GroupSpec(msgspec.Struct, frozen=True, array_like=True):
     window: int = 0
 
 
-class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False, cache_hash=True):
     """What a grant allows to be read: the key of a prefix root."""
 
     namespace: str
@@ -40,7 +40,7 @@ class RequestHandle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     generation: int
 
 
-class NodeHandle(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class NodeHandle(msgspec.Struct, frozen=True, array_like=True, gc=False, cache_hash=True):
     """A tree boundary (where an edge ends) with its generation. Node 0 stands for "the root"."""
 
     node: int
