@@ -30,7 +30,13 @@ def bench_serve(
     tp: Annotated[
         list[int] | None, typer.Option("--tp", min=1, max=8, help="Only servers of so many ranks.")
     ] = None,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="Leave transformers out.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PART", help="Only smollm (servers of the model) or 56m (beside vLLM)."
+        ),
+    ] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Leave transformers and vLLM out.")] = False,
     model: Annotated[str, typer.Option("--model", metavar="PATH", help="Checkpoint. [SmolLM2]")] = "",
     cache_dir: Annotated[
         str, typer.Option("--cache-dir", metavar="PATH", help="Converted checkpoints.")
@@ -39,14 +45,17 @@ def bench_serve(
 ) -> int:
     """Decode rate, first tokens, transport, memory and start-up of real servers, one thread a rank."""
     from .bench_plan import BenchPlan
-    from .bench_serve import SHAPES, run_serve_bench
+    from .bench_serve import PARTS, SHAPES, run_serve_bench
 
     shapes = [shape for shape in SHAPES if tp is None or shape[0] in tp]
     if not shapes:
         raise UsageError(f"--tp {tp}: servers of {sorted({ranks for ranks, _ in SHAPES})} ranks are measured")
+    parts = [part for part in PARTS if not only or part in only]
+    if set(only or ()) - set(PARTS):
+        raise UsageError(f"--only {only}: the parts are {list(PARTS)}")
     config = load_config(None, {"model": model, "cache_dir": cache_dir})
     with progress_on_stderr() as say:
-        report = run_serve_bench(config, shapes, BenchPlan(runs=runs), not no_peers, say)
+        report = run_serve_bench(config, shapes, BenchPlan(runs=runs), not no_peers, say, parts)
     Output(json).emit(report.document(), report.text())
     return 0 if report.ok else 1
 

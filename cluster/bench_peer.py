@@ -31,6 +31,12 @@ class PrepareTask(msgspec.Struct, frozen=True, tag="prepare"):
     shapes: tuple[tuple[int, Dtype], ...]
 
 
+class RandomModelTask(msgspec.Struct, frozen=True, tag="random-model"):
+    """Make the random 56M-parameter model below ``cache_dir`` and convert it for one rank in bfloat16."""
+
+    cache_dir: str
+
+
 class PeerTask(msgspec.Struct, frozen=True, tag="transformers"):
     """Measure transformers on ``source`` in each dtype."""
 
@@ -42,8 +48,14 @@ class PeerTask(msgspec.Struct, frozen=True, tag="transformers"):
 
 def main(argv: list[str]) -> int:
     """``bench_peer TASK_JSON``."""
-    task = msgspec.json.decode(argv[0], type=PrepareTask | PeerTask)
-    done = prepare(task) if isinstance(task, PrepareTask) else measure_transformers(task)
+    task = msgspec.json.decode(argv[0], type=PrepareTask | RandomModelTask | PeerTask)
+    match task:
+        case PrepareTask():
+            done = prepare(task)
+        case RandomModelTask():
+            done = prepare_random(task)
+        case PeerTask():
+            done = measure_transformers(task)
     sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
     return 0
 
@@ -59,6 +71,15 @@ def prepare(task: PrepareTask) -> dict[str, str]:
         convert(source, Path(task.cache_dir), tp_size, None, dtype)
     compile_kernels()
     return {}
+
+
+def prepare_random(task: RandomModelTask) -> dict[str, str]:
+    """As ``prepare``; ``folder`` is where the checkpoint lies."""
+    from .bench_checkpoint import random_llama
+
+    folder = str(random_llama(Path(task.cache_dir)))
+    prepare(PrepareTask(folder, task.cache_dir, ((1, "bfloat16"),)))
+    return {"folder": folder}
 
 
 def measure_transformers(task: PeerTask) -> dict[str, Samples]:

@@ -1,4 +1,4 @@
-"""The serving benchmark: real servers, driven over HTTP as a stranger with one key would, beside transformers.
+"""The serving benchmark: real servers, driven over HTTP as a stranger with one key would, beside their peers.
 
 Owns what is measured and how. Rates and first-token times are the client's own clock; the transport share is the engine's;
 memory is the summed proportional set size of every process of the run, this one included. Servers run one after another,
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,7 +21,8 @@ from copyhold.models.layout import Dtype
 from copyhold.models.manifest import load_checkpoint
 
 from .admin_client import AdminClient
-from .bench_peer import PeerTask, PrepareTask
+from .bench_56m import Plan56m, measure_56m
+from .bench_peer import PeerTask, PrepareTask, RandomModelTask
 from .bench_plan import BenchPlan, Samples
 from .bench_report import BenchReport, BenchRow, Machine, Target, bench_row, versions
 from .config import Config
@@ -32,6 +33,8 @@ from .sdk import Client
 from .supervisor import Supervisor
 
 Say = Callable[[str, str], None]
+Part = Literal["smollm", "56m"]
+PARTS: tuple[Part, ...] = ("smollm", "56m")
 Shape = tuple[int, Dtype]
 """(ranks, dtype) of one server."""
 
@@ -55,10 +58,45 @@ class Served(msgspec.Struct, frozen=True):
 
 
 def run_serve_bench(
-    config: Config, shapes: Sequence[Shape], plan: BenchPlan, peers: bool, say: Say
+    config: Config,
+    shapes: Sequence[Shape],
+    plan: BenchPlan,
+    peers: bool,
+    say: Say,
+    parts: Sequence[Part] = PARTS,
 ) -> BenchReport:
-    """Measure every shape, the peer first. Raises: ``BenchInvalid``, ``ClusterError`` of a failed start."""
+    """Measure the parts asked for, one after another. Raises: ``BenchInvalid``, ``ClusterError`` of a failed start."""
     machine = Machine()
+    rows: list[BenchRow] = []
+    notes: list[str] = []
+    settings: dict[str, Any] = {"threads_per_rank": 1}
+    if "smollm" in parts:
+        settings |= {"plan": msgspec.to_builtins(plan), "target_shape": f"TP {shapes[0][0]} {shapes[0][1]}"}
+        measured = _shapes(config, shapes, plan, peers, say)
+        rows, notes = rows + measured[0], notes + measured[1]
+    if "56m" in parts:
+        small = Plan56m(runs=plan.runs)
+        settings["plan_56m"] = msgspec.to_builtins(small)
+        say("56m", "random model and kernels")
+        folder = Path(_subprocess(RandomModelTask(str(config.cache_path)), dict[str, str])["folder"])
+        measured = measure_56m(
+            config, folder, small, peers, lambda stage, detail: say("56m", f"{stage} {detail}")
+        )
+        rows, notes = rows + measured[0], notes + measured[1]
+    return BenchReport(
+        bench="serve",
+        versions=versions(),
+        machine=machine.facts(),
+        settings=settings,
+        notes=tuple(notes),
+        rows=tuple(rows),
+    )
+
+
+def _shapes(
+    config: Config, shapes: Sequence[Shape], plan: BenchPlan, peers: bool, say: Say
+) -> tuple[list[BenchRow], list[str]]:
+    """Rows and notes of every shape, the peer measured first."""
     say("prepare", "checkpoints and kernels")
     _subprocess(PrepareTask(config.model, str(config.cache_path), tuple(shapes)), dict[str, str])
     theirs: dict[str, Samples] = {}
@@ -77,18 +115,7 @@ def run_serve_bench(
         )
         peer = theirs.get(dtype) if tp == 1 else None
         rows += serve_rows(samples, "" if number == 0 else f", {name}", number == 0, peer)
-    return BenchReport(
-        bench="serve",
-        versions=versions(),
-        machine=machine.facts(),
-        settings={
-            "plan": msgspec.to_builtins(plan),
-            "threads_per_rank": 1,
-            "target_shape": f"TP {shapes[0][0]} {shapes[0][1]}",
-        },
-        notes=tuple(notes),
-        rows=tuple(rows),
-    )
+    return rows, notes
 
 
 def serve_rows(samples: Samples, suffix: str, targets: bool, peer: Samples | None) -> list[BenchRow]:
@@ -182,7 +209,7 @@ def _times(served: Served) -> dict[str, float]:
     return served.admin.status()["replicas"][0]["times"]
 
 
-def _subprocess(task: PrepareTask | PeerTask, kind: Any) -> Any:
+def _subprocess(task: PrepareTask | RandomModelTask | PeerTask, kind: Any) -> Any:
     """Run a task in a process of its own, so that nothing it loads stays in this one."""
     command = [sys.executable, "-P", "-m", "copyhold.cluster.bench_peer", msgspec.json.encode(task).decode()]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
