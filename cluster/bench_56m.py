@@ -10,15 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from .admin_client import AdminClient
 from .bench_report import BenchRow, Target, bench_row
-from .bench_vllm_serve import MISSING, Measure, VllmEngine, is_installed
+from .bench_vllm_serve import NOTE, Measure, VllmEngine, is_installed
 from .config import Config
 from .errors import BenchInvalid
 from .sdk import Client
@@ -27,7 +28,7 @@ from .supervisor import Supervisor
 Say = Callable[[str, str], None]
 Prompts = Sequence[Sequence[int]]
 
-SERVER = {"tp": 1, "dtype": "bfloat16", "pool_tokens": 16384, "threads_per_rank": 1}
+SERVER: dict[str, Any] = {"tp": 1, "dtype": "bfloat16", "pool_tokens": 16384, "threads_per_rank": 1}
 """What the server differs in from its defaults."""
 
 _LEAST_SHARED = 0.8
@@ -130,13 +131,22 @@ def measure_56m(
         Supervisor(config, say) as server,
         AdminClient(server.admin_socket) as admin,
         Client(server.url, admin.create_tenant("bench")["key"]) as client,
+        ExitStack() as stack,
     ):
         ours = ServedSubject(client, admin)
-        if not peers or not is_installed():
-            return rows_56m(*alternate(plan, ours, None, say)), [MISSING] if peers else []
-        say("vllm", "starting")
-        with VllmEngine(model, config.threads_per_rank) as engine:
-            return rows_56m(*alternate(plan, ours, engine, say)), []
+        theirs, notes = _peer(model, stack, say) if peers else (None, [])
+        return rows_56m(*alternate(plan, ours, theirs, say)), notes
+
+
+def _peer(model: Path, stack: ExitStack, say: Say) -> tuple[Subject | None, list[str]]:
+    """vLLM's engine for as long as the stack is open, or the note that says why there is none."""
+    if not is_installed():
+        return None, [NOTE.format("`make bench-peers` installs it in an environment of its own")]
+    say("vllm", "starting")
+    try:
+        return stack.enter_context(VllmEngine(model, SERVER["threads_per_rank"])), []
+    except BenchInvalid as error:
+        return None, [NOTE.format(error)]
 
 
 def alternate(

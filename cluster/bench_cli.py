@@ -26,7 +26,7 @@ def _benchmarks() -> None:
 
 @bench.command("serve")
 def bench_serve(
-    runs: Annotated[int, typer.Option("--runs", min=1, max=100, help="Times each figure is measured.")] = 3,
+    runs: Annotated[int, typer.Option("--runs", min=1, max=100, help="Times each figure is measured.")] = 2,
     tp: Annotated[
         list[int] | None, typer.Option("--tp", min=1, max=8, help="Only servers of so many ranks.")
     ] = None,
@@ -43,7 +43,7 @@ def bench_serve(
     ] = str(FIELDS["cache_dir"].default),
     json: JsonOption = False,
 ) -> int:
-    """Decode rate, first tokens, transport, memory and start-up of real servers, one thread a rank."""
+    """Decode rate, first tokens, transport, memory and start-up of real servers, one thread a rank, beside their peers."""
     from .bench_plan import BenchPlan
     from .bench_serve import PARTS, SHAPES, run_serve_bench
 

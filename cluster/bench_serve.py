@@ -75,7 +75,7 @@ def run_serve_bench(
         measured = _shapes(config, shapes, plan, peers, say)
         rows, notes = rows + measured[0], notes + measured[1]
     if "56m" in parts:
-        small = Plan56m(runs=plan.runs)
+        small = Plan56m(runs=2 * plan.runs)
         settings["plan_56m"] = msgspec.to_builtins(small)
         say("56m", "random model and kernels")
         folder = Path(_subprocess(RandomModelTask(str(config.cache_path)), dict[str, str])["folder"])

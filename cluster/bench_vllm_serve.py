@@ -18,7 +18,7 @@ import msgspec
 from .errors import BenchInvalid
 
 _ROOT = Path(__file__).resolve().parents[1]
-MISSING = "vLLM was not measured: `make bench-peers` installs it in an environment of its own"
+NOTE = "vLLM was not measured: {}"
 
 
 class Measure(msgspec.Struct, frozen=True):

@@ -102,6 +102,7 @@ def test_an_invalid_measurement_reports_no_figure(
     assert cli.run(["bench", "serve", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "bench_invalid"
     assert cli.run(["bench", "serve", "--tp", "7"]) == 2
+    assert cli.run(["bench", "serve", "--only", "7b"]) == 2
 
 
 def test_without_transformers_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +110,7 @@ def test_without_transformers_a_note_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bench_serve, "_subprocess", lambda task, kind: tasks.append(task) or {})
     monkeypatch.setattr(bench_serve, "versions", lambda: {"torch": "2"})
     monkeypatch.setattr(bench_serve, "measure_shape", lambda *given: samples())
-    report = run_serve_bench(Config(), SHAPES, BenchPlan(), True, lambda stage, detail: None)
+    report = run_serve_bench(Config(), SHAPES, BenchPlan(), True, lambda stage, detail: None, ("smollm",))
     assert report.notes == ("transformers is not installed: no peer figures",)
     assert len(tasks) == 1 and len(report.rows) == 7 * len(SHAPES)
     assert [row.name for row in report.rows[:7]] == list(NAMES)
