@@ -45,12 +45,12 @@ def bench_serve(
 ) -> int:
     """Decode rate, first tokens, transport, memory and start-up of real servers, one thread a rank, beside their peers."""
     from .bench_plan import BenchPlan
-    from .bench_serve import PARTS, SHAPES, run_serve_bench
+    from .bench_serve import PARTS, SHAPES, Part, run_serve_bench
 
     shapes = [shape for shape in SHAPES if tp is None or shape[0] in tp]
     if not shapes:
         raise UsageError(f"--tp {tp}: servers of {sorted({ranks for ranks, _ in SHAPES})} ranks are measured")
-    parts = [part for part in PARTS if not only or part in only]
+    parts: list[Part] = [part for part in PARTS if not only or part in only]
     if set(only or ()) - set(PARTS):
         raise UsageError(f"--only {only}: the parts are {list(PARTS)}")
     config = load_config(None, {"model": model, "cache_dir": cache_dir})
