@@ -6,12 +6,14 @@ a sequence's context, no table cell past the last used one (K141, K142).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from .batch import StepBatch
 from .interface import TILE, widen_rows
-from .pool import KVPool, split_table
+from .pool import KVPool
 
 Floats = npt.NDArray[np.floating]
 Float64 = npt.NDArray[np.float64]
@@ -84,10 +86,13 @@ def paged_attention_states(
     With `causal`, the rows are the last of their context and see nothing after themselves, and no more than `window`
     tokens if it is not 0; otherwise all see the whole range. A row that sees nothing: zeros and minus infinity.
     """
-    tables = split_table(block_tables, pool.tiles_per_block)
-    where = (tables, seq_starts, first_rows, context_lens)
-    return layer_states(
-        q, pool.k[layer], pool.v[layer], where, causal, scale, window=window, soft_cap=soft_cap
+    return _states(
+        q,
+        lambda seq, length: gather_context(pool, layer, block_tables[seq], length),
+        pool.kv_heads,
+        (seq_starts, first_rows, context_lens),
+        (causal, window, soft_cap),
+        scale,
     )
 
 
@@ -103,13 +108,33 @@ def layer_states(
     soft_cap: float = 0.0,
 ) -> tuple[Float64, Float64]:
     """`paged_attention_states` of one layer's arrays; `where` is tile tables, seq_starts, first_rows, context_lens."""
-    tile_tables, seq_starts, first_rows, context_lens = where
+    tile_tables, *ranges = where
+    return _states(
+        q,
+        lambda seq, length: gather_layer(k_layer, v_layer, tile_tables[seq], length),
+        k_layer.shape[1],
+        (ranges[0], ranges[1], ranges[2]),
+        (causal, window, soft_cap),
+        scale,
+    )
+
+
+def _states(
+    q: Floats,
+    gather: Callable[[int, int], tuple[Float64, Float64]],
+    kv_heads: int,
+    ranges: tuple[Integers, Integers, Integers],
+    rule: tuple[bool, int, float],
+    scale: float,
+) -> tuple[Float64, Float64]:
+    """Row by row; `gather` gives a sequence's first so many K and V rows, `ranges` its seq_starts, first_rows, context_lens."""
+    (seq_starts, first_rows, context_lens), (causal, window, soft_cap) = ranges, rule
     out = np.zeros(q.shape, dtype=np.float64)
     lse = np.full(q.shape[:2], -np.inf)
-    group = q.shape[1] // k_layer.shape[1]
+    group = q.shape[1] // kv_heads
     for seq in range(len(context_lens)):
         start, stop, context = int(seq_starts[seq]), int(seq_starts[seq + 1]), int(context_lens[seq])
-        k, v = gather_layer(k_layer, v_layer, tile_tables[seq], context)
+        k, v = gather(seq, context)
         for row in range(start, stop):
             high = context - (stop - row) + 1 if causal else context
             low = max(int(first_rows[seq]), high - window if causal and window else 0)
