@@ -33,10 +33,12 @@ def audit(ledger: Ledger) -> None:
     findings = _stack_findings(state)
     for group, pool in enumerate(state.pools):
         findings += _pool_findings(pool)
+        findings += _window_findings(state, active, group)
         tables = _tables(state, active, group)
+        if (tables < 0).any():
+            continue  # Said already: nothing can be counted by marks that stand for no block.
         findings += _reference_findings(state, active, group, tables)
         findings += _table_findings(state, active, group, tables)
-        findings += _window_findings(state, active, group)
     findings += tree_findings(state)
     findings += _request_findings(state, active)
     findings += _owner_findings(state)

@@ -85,9 +85,10 @@ class ReasonRegistry:
 
 def kvcore_reasons() -> ReasonRegistry:
     """The registry of this folder."""
+    from .prefix_reasons import PREFIX_ROWS
     from .reason_table import ROWS
 
-    return ReasonRegistry(ROWS)
+    return ReasonRegistry((*ROWS, *PREFIX_ROWS))
 
 
 def markdown_table(rows: Iterable[Reason]) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from window_ledger import WORLD, WindowLedger
 
+from copyhold.kvcore.audit import AuditViolation, audit
 from copyhold.kvcore.commands import (
     Abort,
     AdvanceGeneration,
@@ -31,6 +34,7 @@ from copyhold.kvcore.errors import (
     StaleBlockGeneration,
     WindowStateMissing,
 )
+from copyhold.kvcore.state import LedgerState
 
 
 def T(first: int, count: int) -> list[int]:
@@ -320,3 +324,47 @@ def test_a_complete_that_samples_keeps_the_window_of_the_next_row() -> None:
     groups.apply(Release(request, "finish"))
     assert groups.brute_force(known) == (len(known) - 1) // 2 * 2
     assert groups.serve([*known, 1]) == len(known) // 2 * 2 - (len(known) % 2 == 0) * 2
+
+
+def _mark_too_early(state: LedgerState) -> None:
+    state.requests.all_tables[1][0, int(state.requests.firsts[1].array[0])] = -1
+
+
+def _leave_too_much(state: LedgerState) -> None:
+    for _ in range(2):  # The first of them waited for the next step.
+        _mark_too_early(state)
+        state.requests.firsts[1].array[0] += 1
+
+
+def _leave_in_full_attention(state: LedgerState) -> None:
+    state.requests.firsts[0].array[0] = 1
+
+
+def _misplace(state: LedgerState) -> None:
+    state.pools[1].place.array[np.flatnonzero(state.pools[1].node.array)[0]] += 1
+
+
+def _forget_resident(state: LedgerState) -> None:
+    node = int(np.flatnonzero(state.tree.pages.array)[0])
+    state.tree.mark(1, node, np.array([0]) + int(state.tree.start.array[node]), -1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (_mark_too_early, "table_length_drift"),
+        (_leave_too_much, "window_state_missing"),
+        (_leave_in_full_attention, "window_state_missing"),
+        (_misplace, "path_slot_mismatch"),
+        (_forget_resident, "slot_owned_twice"),
+    ],
+)
+def test_the_audit_finds_damage_of_a_window(damage: Callable[[LedgerState], None], finding: str) -> None:
+    groups = full_and_sliding()
+    groups.serve(T(1, 32))
+    running = groups.admit(T(200, 48)).request
+    groups.compute(running, chunk=8)
+    damage(groups.ledger.state)
+    with pytest.raises(AuditViolation) as caught:
+        audit(groups.ledger)
+    assert any(found.startswith(finding) for found in caught.value.findings), caught.value.findings
