@@ -154,7 +154,11 @@ class Ledger(LedgerReads):
             raise GenesisRepeated(self._log_index)
         state = self._state = LedgerState(plan_genesis(command))
         total = sum(group.num_blocks for group in command.groups)
-        fields = {"incarnation": command.incarnation, "total_blocks": total}
+        fields = {
+            "incarnation": command.incarnation,
+            "total_blocks": total,
+            "alignment": state.alignment,
+        }
         return self._receipt(state, GenesisReceipt, fields)
 
     def _receipt(self, state: LedgerState, receipt: Callable[..., Any], fields: dict[str, Any]) -> Any:

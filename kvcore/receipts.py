@@ -53,8 +53,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenesisReceipt(Receipt, frozen=True, kw_only=True, tag="genesis"):
+    """`alignment`: tokens of one index page; hits are multiples of it, and shorter prompts are never cached."""
+
     incarnation: str
     total_blocks: int
+    alignment: int
 
 
 class AdmitReceipt(Receipt, frozen=True, kw_only=True, tag="admit"):

@@ -40,8 +40,7 @@ class WindowLedger:
         self.number = 0
         self.rows: list[dict[tuple[int, int], Any]] = [{} for _ in groups]
         self.spans: dict[int, tuple[RowSpan, ...]] = {}
-        self.apply(Genesis(WORLD, groups, requests, longest, "pool"))
-        self.alignment = self.ledger.state.alignment
+        self.alignment = self.apply(Genesis(WORLD, groups, requests, longest, "pool")).alignment
 
     def apply(self, command: Command) -> Any:
         receipt = self.ledger.apply(command)

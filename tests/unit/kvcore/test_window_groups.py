@@ -59,6 +59,7 @@ def test_b20_hits_are_the_longest_boundary_that_every_group_can_serve() -> None:
 
 def test_b20_alignment_is_the_least_common_multiple_and_receipts_state_it() -> None:
     groups = WindowLedger(GroupSpec("a", 4, 64), GroupSpec("b", 64, 8), GroupSpec("c", 2, 128))
+    assert groups.alignment == 64
     assert [groups.serve(T(1, 33)), groups.serve(T(1, 33))] == [0, 0]
     assert [groups.serve(T(1, 129)), groups.serve(T(1, 129))] == [0, 128]
     match = groups.admit(T(1, 33)).match
