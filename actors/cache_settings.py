@@ -1,4 +1,8 @@
-"""What an operator chooses of one pool's cache: policy, shares, limits; and the table of policies by name."""
+"""What an operator chooses of one pool's cache: policy, what counts as use, shares, limits; and the policies by name.
+
+Invariant: everything offered keeps reuse exact. Methods that drop positions of a sequence answer another contract and are
+refused by name (K200), wherever a policy is named.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from functools import partial
 
 import msgspec
 
+from copyhold.kvcore.contract_errors import LossyEvictionInExactMode
+
 from .compared_policies import Gdsf, Lhd, S3Fifo, Sieve, WTinyLfu
 from .cost_policy import CostAware
-from .policies import Fifo, Filo, Lfu, Lru, Mru, Policy, SegmentedLru
+from .policies import RECENCY_RULES, Fifo, Filo, Lfu, Lru, Mru, Policy, RecencyRule, SegmentedLru
 from .retention import RetentionLimits
 from .shares import ShareSettings
 
@@ -41,13 +47,34 @@ LAB_POLICIES: Mapping[str, MakePolicy] = {
 """What the lab plays beside them, to compare with."""
 
 
+LOSSY_METHODS = frozenset(
+    {"h2o", "keyformer", "pyramidkv", "quest", "scissorhands", "sink", "snapkv", "streaming-llm", "tova"}
+)
+"""Published methods that keep some positions of a sequence and drop the others."""
+
+
+def refuse_lossy(name: str) -> None:
+    """Raises: ``LossyEvictionInExactMode`` for the name of a method that drops positions."""
+    if name.lower().replace("_", "-") in LOSSY_METHODS:
+        raise LossyEvictionInExactMode(name)
+
+
 class CacheSettings(msgspec.Struct, frozen=True):
-    """One pool's policy, shares and limits. ``attention_pages``: see ``CostAware``."""
+    """One pool's policy, shares and limits. ``attention_pages``: see ``CostAware``; ``recency``: what counts as use."""
 
     policy: str = DEFAULT_POLICY
+    recency: RecencyRule = "path"
     shares: ShareSettings = ShareSettings()
     limits: RetentionLimits = RetentionLimits()
     attention_pages: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises: ``LossyEvictionInExactMode``; ``ValueError`` for a rule that is none, or none for this policy."""
+        refuse_lossy(self.policy)
+        if self.recency not in RECENCY_RULES:
+            raise ValueError(f"{self.recency!r} is not one of {', '.join(RECENCY_RULES)}")
+        if self.recency == "edge" and self.policy == "cost":
+            raise ValueError("edge is no rule for the policy cost, which learns from whole paths")
 
     def make_policy(self, num_units: int, capacity: int) -> Policy:
         """A new policy of the chosen kind."""

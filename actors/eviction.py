@@ -21,7 +21,7 @@ from copyhold.kvcore.ledger import Ledger
 
 from .errors import NoRoom
 from .leaf_queue import LeafQueue, Lowest, Tops
-from .policies import Policy, Worth
+from .policies import Policy, RecencyRule, Worth
 from .retention import Lifetimes, Prioritized, Retention, RetentionLimits
 from .shares import Shares
 from .window_room import NO_WINDOWS, choose_trim
@@ -77,8 +77,10 @@ class Evictor:
         shares: Shares,
         make_policy: MakePolicy,
         limits: RetentionLimits,
+        recency: RecencyRule = "path",
     ) -> None:
         self._ledger = ledger
+        self._recency = recency
         self._shares = shares
         self._limits = limits
         self._make = partial(make_policy, num_blocks)
@@ -98,13 +100,19 @@ class Evictor:
     # -- what happened ------------------------------------------------------------------------------------------
 
     def admitted(
-        self, namespace: str, prompt_tokens: int, blocks: np.ndarray, asked: Retention, now_s: float
+        self,
+        namespace: str,
+        prompt_tokens: int,
+        terminal: NodeHandle | None,
+        blocks: np.ndarray,
+        asked: Retention,
+        now_s: float,
     ) -> None:
-        """An authorized lookup hit these blocks, root side first; the whole path is used (K124, K197)."""
+        """An authorized lookup hit these blocks, root side first, down to ``terminal`` (K124)."""
         self._counts["prompt_tokens"] += prompt_tokens
         self._counts["cached_tokens"] += len(blocks) * self._ledger.state.block_size
         self._hit[blocks] = True
-        self.policy_of(namespace).touched(blocks)
+        self.policy_of(namespace).touched(self._used(terminal, blocks))
         self._lifetimes.extend(blocks, _until(asked, now_s))
 
     def worth_keeping(
@@ -158,7 +166,7 @@ class Evictor:
         self, namespace: str, terminal: NodeHandle | None, blocks: np.ndarray, reply_tokens: int = 0
     ) -> None:
         """A request gave back its path, which ended at ``terminal``; ``blocks`` are those of its table in the index."""
-        self.policy_of(namespace).held(blocks, reply_tokens)
+        self.policy_of(namespace).held(self._used(terminal, blocks), reply_tokens)
         if terminal is not None:
             self._queue(namespace).push(terminal)
 
@@ -277,6 +285,12 @@ class Evictor:
             own = self._make(self._shares.ceiling(namespace))
             policy = self._policies[namespace] = Prioritized(own, self._priority)
         return policy
+
+    def _used(self, terminal: NodeHandle | None, blocks: np.ndarray) -> np.ndarray:
+        """What the rule of recency counts as used of a path's blocks, which ends at ``terminal``."""
+        if self._recency == "path" or terminal is None:
+            return blocks
+        return blocks[-len(self._ledger.state.tree.blocks[terminal.node]) :]
 
     def _queue(self, namespace: str) -> Queue:
         name = _OPEN if self._shares.is_open(namespace) else namespace

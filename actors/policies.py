@@ -5,15 +5,15 @@ Owns the worth of units, nothing else: which units may go is the ledger's to say
 by a key that only uses change; ``worth`` compares the ends of lanes. The lowest worth goes first, under pressure only (K194),
 and is asked again at every choice: nothing is fixed at insertion (K198).
 
-What counts as use (K197) is declared: every unit on the path of an authorized lookup is used, root included; with the rule
-``edge`` only those of its last edge are. Time is counted in uses, not in seconds.
+What counts as use is the pool's rule (K197, ``RecencyRule``): a policy is told the units that were used and asks for no
+others. Time is counted in uses, not in seconds.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -21,6 +21,11 @@ Units = Sequence[int] | np.ndarray
 """Units of one path, root side first."""
 
 Worth = tuple[float, ...]
+
+RecencyRule = Literal["path", "edge"]
+"""What a lookup and a request use: every block of their path, the root's included, or those of its last edge."""
+
+RECENCY_RULES: tuple[str, ...] = get_args(RecencyRule)
 
 TICKS = 1 << 32
 """Most ticks of one policy; uses times this, plus a tick, is exact in a float up to two million uses."""

@@ -90,7 +90,9 @@ class Scheduler:
         self._budget = budget
         self._shares = Shares(cache.shares, group.num_blocks)
         self._limits = cache.limits
-        self.evictor = Evictor(self._ledger, group.num_blocks, self._shares, cache.make_policy, cache.limits)
+        self.evictor = Evictor(
+            self._ledger, group.num_blocks, self._shares, cache.make_policy, cache.limits, cache.recency
+        )
         self._clock = clock
         self._recording = recording
         self._on_publication = on_publication
@@ -364,6 +366,7 @@ class Scheduler:
         self.evictor.admitted(
             namespace,
             receipt.match.prompt,
+            entry.terminal,
             self._table(entry)[: entry.published_blocks],
             asked,
             self._clock(),

@@ -103,7 +103,8 @@ class Replica:
         self.shares.take(namespace, len(receipt.new_blocks))
         handle, hit = receipt.request, receipt.match.runtime
         table = ledger.tables[handle.slot, : int(ledger.num_blocks[handle.slot])]
-        evictor.admitted(namespace, len(prompt), table[: hit // BLOCK], DEFAULT_RETENTION, 0.0)
+        terminal = receipt.path[-1] if receipt.path else None
+        evictor.admitted(namespace, len(prompt), terminal, table[: hit // BLOCK], DEFAULT_RETENTION, 0.0)
         self.hit_tokens += hit
         self.prompt_tokens += len(prompt)
         return _Running(handle, namespace, RowSpan(handle, hit, len(prompt) - hit), table, None)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from copyhold.actors.cache_settings import SERVED_POLICIES, CacheSettings
+from copyhold.actors.cache_settings import SERVED_POLICIES, CacheSettings, refuse_lossy
+from copyhold.actors.policies import RecencyRule
 from copyhold.actors.retention import RetentionLimits
 from copyhold.actors.shares import ISOLATIONS, Isolation, ShareSettings, parse_shares
+from copyhold.kvcore.contract_errors import LossyEvictionInExactMode
 
 from .errors import ConfigError
 
@@ -18,13 +20,24 @@ if TYPE_CHECKING:
     from .config import Config
 
 
+_EXACT = "methods that drop positions change answers, and reuse is exact here"
+
+
 def check_cache(config: Config) -> None:
     """Raises: ConfigError for a policy, an isolation or shares that cannot be."""
+    try:
+        refuse_lossy(config.eviction_policy)
+    except LossyEvictionInExactMode as error:
+        raise ConfigError("eviction_policy", f"eviction_policy: {error}; {_EXACT}") from None
     if config.eviction_policy not in SERVED_POLICIES:
         known = ", ".join(sorted(SERVED_POLICIES))
         raise ConfigError(
             "eviction_policy", f"eviction_policy = {config.eviction_policy!r} is not one of {known}"
         )
+    try:
+        CacheSettings(config.eviction_policy, cast(RecencyRule, config.cache_recency))
+    except ValueError as error:
+        raise ConfigError("cache_recency", f"cache_recency = {config.cache_recency!r}: {error}") from None
     if config.isolation not in ISOLATIONS:
         known = ", ".join(ISOLATIONS)
         raise ConfigError("isolation", f"isolation = {config.isolation!r} is not one of {known}")
@@ -54,4 +67,4 @@ def cache_settings(config: Config) -> CacheSettings:
         parse_shares(config.tenant_blocks, config.isolation),
     )
     limits = RetentionLimits(config.cache_priority_max, config.cache_ttl_max_s, config.pin_blocks)
-    return CacheSettings(config.eviction_policy, shares, limits)
+    return CacheSettings(config.eviction_policy, cast(RecencyRule, config.cache_recency), shares, limits)

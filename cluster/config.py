@@ -117,6 +117,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     eviction_policy: Annotated[
         str, _bounded("", "Which cached prefixes go first: cost, lru, lfu, fifo, slru or priority.")
     ] = "cost"
+    cache_recency: Annotated[
+        str,
+        _bounded(
+            "",
+            "What a hit uses: path, all of it, or edge, its last edge, so that a shared root ages (not with cost).",
+        ),
+    ] = "path"
     isolation: Annotated[
         str,
         _bounded(

@@ -85,7 +85,15 @@ _NO_TOOLS = "tools are not served today"
 _TEXT = "only plain text is served today"
 _UNSUPPORTED = "unsupported_parameter"
 
+_LOSSY = _only(
+    because="it drops positions of a sequence, and reuse is exact here", code="lossy_eviction_in_exact_mode"
+)
+
 _COMMON: dict[str, Check] = {
+    "cache_implementation": _LOSSY,
+    "kv_compression": _LOSSY,
+    "max_attention_window": _LOSSY,
+    "sink_token_length": _LOSSY,
     "n": _number_only(1, because=_ONE),
     "logit_bias": _only({}, because=_NO_BIAS, code=_UNSUPPORTED),
     "frequency_penalty": _number_only(0, because=_NO_PENALTY),

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from copyhold.actors.cache_settings import DEFAULT_POLICY, LAB_POLICIES
+from copyhold.actors.cache_settings import DEFAULT_POLICY, LAB_POLICIES, refuse_lossy
 from copyhold.actors.leaf_queue import LeafQueue
+from copyhold.kvcore.contract_errors import LossyEvictionInExactMode
 
 from .errors import UsageError
 
@@ -241,6 +242,11 @@ def _result(
 
 def policies_to_play(wanted: str | None) -> list[str]:
     """Names of the rows: the default, LRU and the optima always, then the one that was asked for, or all."""
+    if wanted is not None:
+        try:
+            refuse_lossy(wanted)
+        except LossyEvictionInExactMode as error:
+            raise UsageError(f"--policy {wanted}: {error}; the lab plays exact reuse only") from None
     always = ["default", "lru", OPTIMUM, OPTIMUM_LEAF_FIRST]
     if wanted is not None and wanted not in (*always, *LAB_POLICIES):
         raise UsageError(f"--policy {wanted}: policies are {', '.join(sorted({*always, *LAB_POLICIES}))}")

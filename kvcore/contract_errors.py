@@ -74,6 +74,14 @@ class IdOutOfRange(ContractRefusal):
 
 
 @dataclass(eq=False)
+class LossyEvictionInExactMode(ContractRefusal):
+    """What was asked for drops positions of a sequence, which changes outputs: no eviction under exact reuse (K200)."""
+
+    asked: str
+    reason: ClassVar[str] = "lossy_eviction_in_exact_mode"
+
+
+@dataclass(eq=False)
 class SlotIdOverflow(ContractRefusal):
     """Blocks times rows leave the range of slot ids, which tables and kernels keep in 31 bits."""
 

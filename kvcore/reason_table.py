@@ -1,6 +1,7 @@
 """The table of reasons: which are raised, which the audit finds, which are rules for documents.
 
-Owns the rows that reasons.py serves, in the order of the stages. Invariant: a name appears once; a `docs` row
+Owns the rows of the ledger's sections and of execution, in the order of the stages; prefix identity and eviction
+have their own, in prefix_reasons.py and eviction_reasons.py. Invariant: a name appears once; a `docs` row
 says why nothing can raise it. Source: the contracts named in each row; K245.
 """
 
@@ -614,4 +615,4 @@ ROWS: tuple[Reason, ...] = (
     Reason("drop_without_reason", "runtime", "claims", ("K186", "K245")),
     Reason("reason_in_two_stages", "runtime", "claims", ("K245",)),
 )
-"""Every reason of kvcore."""
+"""Every reason of kvcore that is not one of prefix identity or eviction alone."""

@@ -85,10 +85,11 @@ class ReasonRegistry:
 
 def kvcore_reasons() -> ReasonRegistry:
     """The registry of this folder."""
+    from .eviction_reasons import EVICTION_ROWS
     from .prefix_reasons import PREFIX_ROWS
     from .reason_table import ROWS
 
-    return ReasonRegistry((*ROWS, *PREFIX_ROWS))
+    return ReasonRegistry((*ROWS, *PREFIX_ROWS, *EVICTION_ROWS))
 
 
 def markdown_table(rows: Iterable[Reason]) -> str:

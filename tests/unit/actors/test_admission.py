@@ -7,6 +7,7 @@ from dry_replica import DryReplica
 from local_replica import run_of
 
 from copyhold.actors.cache_settings import SERVED_POLICIES, CacheSettings
+from copyhold.actors.eviction import EvictionReport
 
 ROOMY, FULL = 64, 22
 """Blocks of a pool that holds everything, and of one that has room for the hot prompts and one request that runs."""
@@ -29,6 +30,20 @@ def test_nothing_is_evicted_while_there_is_room(policy):
     report = served.scheduler.cache_report()
     assert (report.evicted_blocks, report.refused_blocks) == (0, 0)
     assert served.ledger.gauge().evictable == 14
+
+
+def test_the_report_of_a_cache_is_more_than_a_hit_rate():
+    """K199: tokens saved, blocks held, thrown away and refused; a new figure is added here by name."""
+    assert EvictionReport.__struct_fields__ == (
+        "cached_tokens",
+        "prompt_tokens",
+        "published_blocks",
+        "refused_blocks",
+        "evicted_blocks",
+        "evicted_unused_blocks",
+        "expired_blocks",
+        "pinned_blocks",
+    )
 
 
 def test_a_newcomer_that_would_be_the_next_victim_is_not_published():

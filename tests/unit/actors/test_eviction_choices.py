@@ -125,6 +125,23 @@ def test_a_lookup_refreshes_the_whole_path_and_one_without_the_right_none():
     assert path(served, A), "the prompt that was looked up last stays"
 
 
+@pytest.mark.parametrize(("recency", "last"), [("path", "stem"), ("edge", "other")])
+def test_whether_hits_below_a_shared_root_keep_it_is_the_declared_rule(recency, last):
+    """K197: one history under both rules; two leaves of a stem are hit three times each, something else four times."""
+    served = DryReplica(CacheSettings(policy="lfu", recency=recency))
+    stem, other = run_of(0, 8), run_of(60, 9)
+    leaves = [[*stem, *run_of(at, 9)] for at in (100, 120)]
+    for prompt, hits in ((leaves[0], 3), (leaves[1], 3), (other, 4)):
+        served.serve(prompt)
+        for _ in range(hits):
+            served.serve(prompt, publish=False)
+    first, second = path(served, leaves[0]), path(served, leaves[1])
+    edges = {"stem": path(served, stem), "other": path(served, other)}
+    gone = [evict(served, 1) for _ in range(4)]
+    assert set(gone[:2]) == {path_of[-1:] for path_of in (first, second)}
+    assert gone[3] == edges[last]
+
+
 requests = st.lists(
     st.tuples(
         st.sampled_from("ab"),

@@ -1,7 +1,8 @@
-"""Cases from the field, their ledger part: B01, B09, B11, B13, B15, B18, B22, B24."""
+"""Cases from the field, their ledger part: B01, B09, B11, B13, B15, B18, B22, B24, B26."""
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -279,6 +280,36 @@ def test_b24_a_lease_protects_the_matched_edge_itself(make_driver: Any) -> None:
     driver.refused(Release(held, "finish"), DoubleRelease)
     driver.check_quiet()
     assert driver.evict_up_to(12) == 2 and driver.ledger.gauge().free == 12
+
+
+def test_b26_an_allocation_that_eviction_cannot_help_is_refused_at_once(make_driver: Any) -> None:
+    """Case (a): two live sequences hold the pool, nothing can be evicted, and one pass is enough to know it."""
+    driver = make_driver(block_size=4, num_blocks=8)
+    live = [driver.admit(driver.tokens(100 * n, 16)).request for n in range(2)]
+    for number, request in enumerate(live):
+        driver.prefill(request, sample=500 + number)
+        driver.publish(request)
+    append = Dispatch(900, (RowSpan(live[0], 16, 1),))
+    for _ in range(20):
+        assert driver.evict_up_to(1) == 0
+        driver.refused(append, OutOfMemory, needed_blocks=1, free_blocks=0)
+    started_s = min(_seconds(driver.ledger, append) for _ in range(5))
+    assert started_s < 0.05
+    driver.release(live[1])
+    assert driver.evict_up_to(1) == 4
+    driver.apply(append)
+    driver.write(append.rows[0])
+    driver.apply(Complete(900, (), ()))
+    driver.check_reads(live[0])
+    driver.release(live[0])
+    driver.check_quiet()
+
+
+def _seconds(ledger: Ledger, refused: Dispatch) -> float:
+    started_s = time.perf_counter()
+    with pytest.raises(OutOfMemory):
+        ledger.apply(refused)
+    return time.perf_counter() - started_s
 
 
 def test_b01_equal_digests_never_make_a_hit(make_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:

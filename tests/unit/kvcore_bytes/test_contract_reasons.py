@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from copyhold.actors.cache_settings import refuse_lossy
 from copyhold.kernels.shared_schedule import chunk_attention, hydragen
 from copyhold.kvcore import (
     address_errors,
@@ -335,6 +336,7 @@ CASES: dict[type[ContractRefusal], Case] = {
     execution_errors.PartialBufferTooSmall: lambda s: chunk_attention(
         _uneven(), np.ones(4, dtype=np.int64), buffer_rows=3
     ),
+    contract_errors.LossyEvictionInExactMode: lambda s: refuse_lossy("h2o"),
     reasons.DropWithoutReason: lambda s: kvcore_reasons()["no_such_reason"],
     reasons.ReasonInTwoStages: lambda s: ReasonRegistry(
         [Reason("a", "docs", "lease"), Reason("a", "docs", "claims")]
@@ -407,8 +409,9 @@ def test_docs_reasons_say_why_and_no_class_raises_them() -> None:
 def test_the_table_covers_its_contracts() -> None:
     """Every reason of these sections is classified; a contract without one states a rule of structure."""
     named = {contract for row in kvcore_reasons().all() for contract in row.contracts}
-    sections = [*range(1, 12), *range(18, 78), *range(92, 130), *range(207, 220), *range(237, 246)]
-    without = {f"K{number:03}" for number in sections} - named
+    ledger = [*range(1, 12), *range(18, 78), *range(207, 220), *range(237, 246)]
+    reuse = [*range(92, 130), *range(148, 160), *range(193, 202)]
+    without = {f"K{number:03}" for number in (*ledger, *reuse)} - named
     assert without == {"K116", "K217", "K218"}, "these refer to other contracts' reasons"
     assert len(markdown_table(kvcore_reasons().all()).splitlines()) == len(kvcore_reasons().all()) + 2
 
