@@ -89,6 +89,10 @@ class Scheduler:
         self._num_blocks = group.num_blocks
         self._budget = budget
         self._shares = Shares(cache.shares, group.num_blocks)
+        if self._shares.strict and any(each.window for each in genesis.groups):
+            raise ValueError(
+                "shares count blocks of the first cache group: windows cannot be strictly isolated"
+            )
         self._limits = cache.limits
         self.evictor = Evictor(
             self._ledger, group.num_blocks, self._shares, cache.make_policy, cache.limits, cache.recency

@@ -628,17 +628,38 @@ def fill_blocks(slots, outcome, req, blk, table, width, size, group, sources, sp
     return num_sources
 
 
+@_callee
+def _left_blocks(req, slot, end, size, window):
+    """Blocks that lie wholly before the last `window` rows of [0, end), of valid rows and of what a queued cut keeps."""
+    end = min(end, req[slot, VALID])
+    if req[slot, CUT] != 0:
+        end = min(end, req[slot, CUT] - 2)
+    return max(end - window, 0) // size
+
+
+@_jit
+def leaving_blocks(slots, ends, req, size, window, group):
+    """How many blocks of one group `slide_windows` would leave behind."""
+    count = 0
+    field = GROUP_FIELDS + GROUP_STRIDE * group
+    for i in range(len(slots)):
+        if req[slots[i], ACTIVE] != 0:
+            last = _left_blocks(req, slots[i], ends[i], size, window)
+            count += max(last - req[slots[i], field + FIRST], 0)
+    return count
+
+
 @_jit
 def slide_windows(slots, ends, req, table, width, size, window, group, gone, spaces, sums):
-    """Leaves behind the blocks of one group that lie wholly before the last `window` rows of rows [0, ends); they
-    are listed in `gone`; how many. `ends` int64 [slots]; a slot that is free by now has none.
+    """Leaves behind the blocks of one group that lie wholly before the windows ending at rows `ends` int64 [slots];
+    they are listed in `gone`, as many as `leaving_blocks` says. A slot that is free by now has none.
     """
     count = 0
     field = GROUP_FIELDS + GROUP_STRIDE * group
     for i in range(len(slots)):
         slot = slots[i]
         first = req[slot, field + FIRST]
-        last = (ends[i] - window) // size
+        last = _left_blocks(req, slot, ends[i], size, window)
         if req[slot, ACTIVE] == 0 or last <= first:
             continue
         for page in range(first, last):
@@ -650,7 +671,6 @@ def slide_windows(slots, ends, req, table, width, size, window, group, gone, spa
         weight = _weight(spaces[3], slot)
         sums[0] += _word(last - first) * _SALT_A[field + FIRST] * weight
         sums[1] += _word(last - first) * _SALT_B[field + FIRST] * _other(weight)
-    return count
 
 
 @_jit

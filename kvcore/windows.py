@@ -73,30 +73,17 @@ def leave_behind(
     requests, cells = state.requests, state.requests.records.cells
     left: list[LeftWindow] = []
     scrub: list[Array] = [slots[:0] for _ in state.pools]
-    queued = cells[slots, loops.CUT]
-    ends = np.minimum(ends, cells[slots, loops.VALID])
-    ends = np.minimum(ends, np.where(queued > 0, queued - 2, ends))
     for pool in state.windowed:
-        group = pool.group
-        leaving = (ends - pool.window) // pool.block_size - requests.firsts[group].array[slots]
-        room = int(np.maximum(leaving, 0).sum())
-        if room == 0:
+        group, size, window = pool.group, pool.block_size, pool.window
+        count = loops.leaving_blocks(slots, ends, cells, size, window, group)
+        if count == 0:
             continue
-        gone = np.empty(room, dtype=np.int64)
-        count = loops.slide_windows(
-            slots,
-            ends,
-            cells,
-            requests.cells[group].array,
-            requests.widths[group],
-            pool.block_size,
-            pool.window,
-            group,
-            gone,
-            pool.spaces,
-            state.sums.all,
+        table, width = requests.cells[group].array, requests.widths[group]
+        gone = np.empty(count, dtype=np.int64)
+        loops.slide_windows(
+            slots, ends, cells, table, width, size, window, group, gone, pool.spaces, state.sums.all
         )
-        freed, evictable, scrub[group] = pool.drop(gone[:count], state.scopes.revoked)
+        freed, evictable, scrub[group] = pool.drop(gone, state.scopes.revoked)
         left.append(LeftWindow(group, freed, evictable))
     return tuple(left), tuple(scrub)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from dry_replica import DryReplica
 from local_replica import run_of
 
 from copyhold.actors.cache_settings import CacheSettings
+from copyhold.actors.shares import ShareSettings
 from copyhold.kvcore.commands import GroupSpec
 
 LRU = CacheSettings(policy="lru")
@@ -38,6 +40,11 @@ def test_edges_go_before_the_windows_of_those_that_stay() -> None:
         served.check()
     assert served.serve(run_of(1500, 17)).cached_tokens == 16
     assert served.serve(run_of(0, 17)).cached_tokens == 0
+
+
+def test_strict_isolation_refuses_windows_that_no_share_counts() -> None:
+    with pytest.raises(ValueError, match="strictly isolated"):
+        DryReplica(CacheSettings(policy="lru", shares=ShareSettings("strict", 8)), windows=(SLIDING,))
 
 
 def test_random_traffic_ends_and_the_books_agree() -> None:
