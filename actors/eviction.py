@@ -24,7 +24,7 @@ from .leaf_queue import LeafQueue, Lowest, Tops
 from .policies import Policy, RecencyRule, Worth
 from .retention import Lifetimes, Prioritized, Retention, RetentionLimits
 from .shares import Shares
-from .window_room import NO_WINDOWS, choose_trim
+from .window_room import NO_WINDOWS, choose_trim, windows_fit
 
 Queue = LeafQueue[NodeHandle]
 MakePolicy = Callable[[int, int], Policy]
@@ -211,7 +211,8 @@ class Evictor:
         Raises: ``NoRoom``, with the namespace whose own ceiling is in the way, if one is; nothing changed.
         """
         free = self._ledger.gauge().free
-        if not window_needs and sum(needs.values()) <= free and all(map(self._shares.is_open, needs)):
+        windows_short = bool(window_needs) and not windows_fit(self._ledger, window_needs)
+        if not windows_short and sum(needs.values()) <= free and all(map(self._shares.is_open, needs)):
             return Victims()
         self._forget_choice()
         choice = _Choice(self, protected)
@@ -227,7 +228,7 @@ class Evictor:
                 freed = choice.take(self._spare(needs), missing)
                 if freed < missing:
                     raise NoRoom(missing, freed)
-            if not window_needs:
+            if not windows_short:
                 return choice.victims()
             take_edge = partial(choice.take, self._spare(needs), 1)
             return choice.victims(

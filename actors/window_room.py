@@ -20,6 +20,11 @@ from .errors import NoRoom
 NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
 
 
+def windows_fit(ledger: Ledger, needs: Mapping[int, int]) -> bool:
+    """Whether every group has the blocks it needs free already."""
+    return all(needed <= ledger.gauge(group).free for group, needed in needs.items())
+
+
 def choose_trim(
     ledger: Ledger,
     needs: Mapping[int, int],

@@ -26,11 +26,15 @@ _NO_BLOCKS.flags.writeable = False
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A lookup that leased nothing, `blocks` int64: stale as soon as the next command is applied."""
+    """A lookup that leased nothing, `blocks` int64: stale as soon as the next command is applied.
+
+    `version` is the log index it was made at; `confirm` compares it.
+    """
 
     match: PrefixMatch
     path: tuple[NodeHandle, ...]
     blocks: Array
+    version: int
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -57,6 +61,7 @@ class LedgerReads:
     """The reading half of a ledger."""
 
     _state: LedgerState | None
+    _log_index: int
 
     @property
     def state(self) -> LedgerState:
@@ -100,9 +105,15 @@ class LedgerReads:
         state = self.state
         _, found = read_and_look_up(state, scope, tokens, lookup)
         if not found.nodes:
-            return Probe(found.match, (), _NO_BLOCKS)
+            return Probe(found.match, (), _NO_BLOCKS, self._log_index)
         blocks = state.tree.path_blocks(list(found.nodes))[: found.match.runtime // state.block_size]
-        return Probe(found.match, node_handles(state.tree, list(found.nodes)), _read_only(blocks))
+        path = node_handles(state.tree, list(found.nodes))
+        return Probe(found.match, path, _read_only(blocks), self._log_index)
+
+    def confirm(self, probe: Probe) -> None:
+        """The probe says what an Admit would do now. Raises: StaleTreeVersion once another command was applied (K127)."""
+        if probe.version != self._log_index:
+            raise StaleTreeVersion(probe.path[-1].node if probe.path else 0, probe.version)
 
     def gauge(self, group: int = 0) -> PoolGauge:
         """Exclusive block counts of one cache group; they sum to its pool's size."""

@@ -141,6 +141,24 @@ def test_eviction_is_judged_in_order(driver: Any) -> None:
         driver.ledger.node(NodeHandle(5, 0))
 
 
+def test_k127_a_probe_that_was_deferred_is_stale_once_anything_was_applied(driver: Any) -> None:
+    """Deferred, evicted, then used: what leased nothing is confirmed or refused; what leased stays."""
+    driver.serve(driver.tokens(1, 9))
+    content = np.array(driver.tokens(1, 9), dtype="<i4").tobytes()
+    deferred = driver.ledger.probe(driver.scope(), content)
+    driver.ledger.confirm(deferred)
+    assert (deferred.match.runtime, deferred.version) == (8, driver.ledger.log_index)
+    driver.evict_up_to(2)
+    with pytest.raises(StaleTreeVersion) as caught:
+        driver.ledger.confirm(deferred)
+    assert caught.value.generation == deferred.version
+    assert driver.ledger.probe(driver.scope(), content).match.runtime == 0
+    driver.serve(driver.tokens(1, 9))
+    admitted = driver.admit(driver.tokens(1, 9))
+    driver.refused(Evict((admitted.path[-1],)), LockedLeafEvicted)
+    driver.abort()
+
+
 def test_leased_leaf_is_not_evicted(driver: Any) -> None:
     driver.serve(driver.tokens(1, 8))
     leaf = driver.ledger.evictable_leaves()[0].handle
