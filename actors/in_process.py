@@ -19,12 +19,13 @@ from copyhold.kvcore.commands import Admit, Dispatch, Evict, Genesis, GroupSpec,
 from copyhold.models.shard_set import ShardSet
 from copyhold.namespace.certificate import RankSigner
 
+from .dispatch import StepBudget
 from .errors import RanksDiffer
 from .executor import LocalExecutor
 from .messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
 from .plan import KVAuditOrder, StepEvidence, StepPlan
 from .rank import Rank
-from .scheduler import Scheduler, StepBudget
+from .scheduler import Scheduler
 from .submission import Entry, Submission
 from .world import FULL_ATTENTION, world_of
 

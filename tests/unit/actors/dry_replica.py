@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from copyhold.actors.cache_settings import CacheSettings
+from copyhold.actors.dispatch import StepBudget
 from copyhold.actors.messages import Admitted, Failed, Finished, StreamItem
 from copyhold.actors.plan import StepEvidence
 from copyhold.actors.retention import DEFAULT_RETENTION, Retention
-from copyhold.actors.scheduler import Scheduler, StepBudget
+from copyhold.actors.scheduler import Scheduler
 from copyhold.actors.submission import Entry, Submission
 from copyhold.kvcore.audit import audit
 from copyhold.kvcore.commands import Genesis, GroupSpec, Scope

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from paged_run import make_batch
 
+from copyhold.actors.dispatch import StepBudget
 from copyhold.actors.engine import Engine
 from copyhold.actors.executor import LocalExecutor, RankLike
 from copyhold.actors.messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
 from copyhold.actors.plan import KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
 from copyhold.actors.rank import Rank
-from copyhold.actors.scheduler import Scheduler, StepBudget
+from copyhold.actors.scheduler import Scheduler
 from copyhold.actors.submission import Entry, Submission
 from copyhold.actors.world import world_of
 from copyhold.kernels.choices import SharedPrefix

@@ -10,7 +10,7 @@ from local_replica import LocalReplica, Stream, run_of
 
 from copyhold.actors.errors import NamespaceRevoked
 from copyhold.actors.plan import PurgeOrder
-from copyhold.actors.scheduler import REVOKED
+from copyhold.actors.request_book import REVOKED
 from copyhold.kvcore.commands import Publish
 from copyhold.namespace.certificate import EvidenceQuestion, member_faults
 from copyhold.namespace.records import RankEvidence

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from local_replica import ColdModel, LocalReplica, Stream, run_of
 
 from copyhold.actors.messages import Finished
-from copyhold.actors.scheduler import CANCELLED, REVOKED
+from copyhold.actors.request_book import REVOKED
+from copyhold.actors.scheduler import CANCELLED
 from copyhold.kvcore.audit import audit
 
 NAMESPACES = "abc"
