@@ -7,7 +7,7 @@ the logits behind every token. For verification and simulation; what serves is `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -16,12 +16,14 @@ import numpy.typing as npt
 from copyhold.kernels.choices import SharedPrefix
 from copyhold.kernels.interface import widen_rows
 from copyhold.kvcore.commands import Admit, Dispatch, Evict, Genesis, GroupSpec, Release, Scope
+from copyhold.models.llama import LlamaShard
 from copyhold.models.shard_set import ShardSet
 from copyhold.namespace.certificate import RankSigner
+from copyhold.namespace.records import IncarnationRecord
 
 from .dispatch import StepBudget
 from .errors import RanksDiffer
-from .executor import LocalExecutor
+from .executor import LocalExecutor, RankLike
 from .messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
 from .plan import KVAuditOrder, StepEvidence, StepPlan
 from .rank import Rank
@@ -45,25 +47,42 @@ class ReplicaShape(msgspec.Struct, frozen=True):
     shared_prefix: SharedPrefix = "off"
 
 
-class RankSet:
-    """Fresh pools and ledgers behind lent shards; executes plans on every rank."""
+Wrap = Callable[[int, RankLike], RankLike]
+"""(number, rank) -> what takes the rank's plans in its place."""
 
-    def __init__(self, shards: ShardSet, shape: ReplicaShape) -> None:
-        self.shards = shards
-        self.genesis = Genesis(
-            world_of(shards.checkpoint, shape.block_size, shards.kv_dtype),
-            (GroupSpec(FULL_ATTENTION, shape.block_size, shape.num_blocks),),
-            shape.max_requests,
-            shape.max_model_len,
-            INCARNATION,
-        )
-        self._pools = shards.new_pools(shape.num_blocks, shape.block_size)
-        signers = [RankSigner(bytes([rank + 1]) * 32) for rank in range(shards.tp_size)]
+
+class RankSet:
+    """Fresh ledgers behind shards and their pools; executes plans on every rank."""
+
+    def __init__(
+        self,
+        world: bytes,
+        shards: Sequence[LlamaShard],
+        shape: ReplicaShape,
+        wrap: Wrap = lambda _, rank: rank,
+    ) -> None:
+        """``wrap``: where a test plants a fault."""
+        groups = (GroupSpec(FULL_ATTENTION, shape.block_size, shape.num_blocks),)
+        self.genesis = Genesis(world, groups, shape.max_requests, shape.max_model_len, INCARNATION)
+        self.pools = [shard.pool for shard in shards]
+        self.signers = [RankSigner(bytes([number + 1]) * 32) for number in range(len(shards))]
         self.ranks = [
-            Rank(number, INCARNATION, shard, shard.pool, signers[number], shape.shared_prefix)
-            for number, shard in enumerate(shards.shards)
+            Rank(number, INCARNATION, shard, shard.pool, signer, shape.shared_prefix)
+            for number, (shard, signer) in enumerate(zip(shards, self.signers, strict=True))
         ]
-        self._executor = LocalExecutor(self.ranks)
+        self._executor = LocalExecutor([wrap(number, rank) for number, rank in enumerate(self.ranks)])
+
+    @classmethod
+    def lent(cls, shards: ShardSet, shape: ReplicaShape) -> RankSet:
+        """Ranks over loaded shards, which get fresh pools and are the caller's to close."""
+        shards.new_pools(shape.num_blocks, shape.block_size)
+        return cls(world_of(shards.checkpoint, shape.block_size, shards.kv_dtype), shards.shards, shape)
+
+    @property
+    def member(self) -> IncarnationRecord:
+        """What an authority would know of this incarnation."""
+        keys = tuple(signer.public_key.hex() for signer in self.signers)
+        return IncarnationRecord(INCARNATION, "in-process", len(self.ranks), keys)
 
     def execute(self, plan: StepPlan) -> list[StepEvidence]:
         """One plan on every rank. Raises: what a rank raises; the set is of no further use then."""
@@ -71,7 +90,7 @@ class RankSet:
 
     def largest_value(self) -> float:
         """The largest magnitude that any rank's pool holds, K or V."""
-        parts = [part for pool in self._pools for part in (pool.k, pool.v)]
+        parts = [part for pool in self.pools for part in (pool.k, pool.v)]
         return max(float(np.abs(widen_rows(part)).max()) for part in parts)
 
     def close(self) -> None:
@@ -110,7 +129,8 @@ class InProcessReplica:
     """One replica; ``counts`` tallies what happened: cached_tokens, shared_reads, partial_chunks, evicted, preempted."""
 
     def __init__(self, shards: ShardSet, shape: ReplicaShape) -> None:
-        self._set = RankSet(shards, shape)
+        self._shards = shards
+        self._set = RankSet.lent(shards, shape)
         self._shape = shape
         self.scheduler = Scheduler(self._set.genesis, StepBudget(shape.step_tokens, shape.chunk_tokens))
         self.counts: Counter[str] = Counter()
@@ -136,7 +156,7 @@ class InProcessReplica:
             publish=publish,
             arrived_at_s=0.0,
             created_at=0.0,
-            deterministic=self._set.shards.deterministic,
+            deterministic=self._shards.deterministic,
         )
         stream.entry = self.scheduler.submit(submission, stream.put)
         self._streams.append(stream)
@@ -227,7 +247,7 @@ class InProcessReplica:
             return
         dispatch = plan.commands[-1]
         assert isinstance(dispatch, Dispatch)
-        logits = self._set.shards.last_logits()
+        logits = self._shards.last_logits()
         holders = {stream.entry.handle: stream for stream in self._streams if stream.entry is not None}
         for place, row in enumerate(plan.sample):
             stream = holders.get(dispatch.rows[row].request)

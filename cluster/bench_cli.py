@@ -75,8 +75,7 @@ def bench_ledger(
     """Commands of the ledger from encoded bytes to receipts, beside vLLM's block manager; one thread."""
     from .bench_ledger import growth_plot, run_ledger_bench
 
-    if plot is not None and not plot.parent.is_dir():
-        raise UsageError(f"--plot {plot}: there is no folder {plot.parent}")
+    _require_folder(plot)
     with progress_on_stderr() as say:
         report = run_ledger_bench(runs, peers, controls, say)
     if plot is not None:
@@ -103,8 +102,7 @@ def bench_prefix(
     """The prefix index: match, publish, evict, and a churn of many tenants, beside vLLM and SGLang; one thread."""
     from .bench_prefix import growth_plot, run_prefix_bench
 
-    if plot is not None and not plot.parent.is_dir():
-        raise UsageError(f"--plot {plot}: there is no folder {plot.parent}")
+    _require_folder(plot)
     with progress_on_stderr() as say:
         report = run_prefix_bench(runs, plays, requests, peers, say)
     if plot is not None:
@@ -150,3 +148,9 @@ def bench_kernels(
         report = run_kernels_bench(runs, peers, say)
     Output(json).emit(report.document(), report.text())
     return 0 if report.ok else 1
+
+
+def _require_folder(plot: Path | None) -> None:
+    """Before anything is measured. Raises: ``UsageError``."""
+    if plot is not None and not plot.parent.is_dir():
+        raise UsageError(f"--plot {plot}: there is no folder {plot.parent}")

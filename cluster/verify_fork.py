@@ -54,7 +54,8 @@ class WrittenLog:
     """A ledger and ranks that follow commands as they are written."""
 
     def __init__(self, shards: ShardSet, shape: ReplicaShape) -> None:
-        self._set = RankSet(shards, shape)
+        self._shards = shards
+        self._set = RankSet.lent(shards, shape)
         self._ledger = Ledger()
         self._outbox: list[Command] = []
         self._sent, self._step = 0, 0
@@ -105,7 +106,7 @@ class WrittenLog:
         self.apply(Dispatch(self._step, tuple(spans)))
         sample = tuple(range(len(spans)))
         self._send(StepPlan(INCARNATION, self._step, self._sent, tuple(self._outbox), sample))
-        logits = self._set.shards.last_logits()
+        logits = self._shards.last_logits()
         sampled = []
         for place, (branch, rank) in enumerate(zip(branches, ranked, strict=True)):
             order = np.argsort(-logits[place], kind="stable")

@@ -15,30 +15,24 @@ from paged_run import make_batch
 
 from copyhold.actors.dispatch import StepBudget
 from copyhold.actors.engine import Engine
-from copyhold.actors.executor import LocalExecutor, RankLike
+from copyhold.actors.in_process import RankSet, ReplicaShape, Wrap
 from copyhold.actors.messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
 from copyhold.actors.plan import KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
-from copyhold.actors.rank import Rank
 from copyhold.actors.scheduler import Scheduler
 from copyhold.actors.submission import Entry, Submission
 from copyhold.actors.world import world_of
 from copyhold.kernels.choices import SharedPrefix
 from copyhold.kernels.pool import KVPool
 from copyhold.kvcore.audit import audit
-from copyhold.kvcore.commands import Genesis, GroupSpec, Scope
+from copyhold.kvcore.commands import Scope
 from copyhold.kvcore.identity import chain_digests
 from copyhold.models.collective import SingleProcess
 from copyhold.models.llama import LlamaShard
 from copyhold.models.manifest import ConvertedCheckpoint
 from copyhold.models.thread_collective import ThreadMeeting
-from copyhold.namespace.certificate import RankSigner
-from copyhold.namespace.records import IncarnationRecord
 
 BLOCK = 16
-INCARNATION = "replica-0.1"
 KEY = b"k" * 32
-
-Wrap = Callable[[int, RankLike], RankLike]
 
 
 def run_of(first: int, count: int) -> list[int]:
@@ -102,39 +96,34 @@ class LocalReplica:
         pools: Callable[[int], type[KVPool]] = lambda _: KVPool,
         shared_prefix: SharedPrefix = "auto",
     ) -> None:
-        config = checkpoint.config
-        self.world = world_of(checkpoint, BLOCK)
-        genesis = Genesis(self.world, (GroupSpec("full", BLOCK, num_blocks),), max_requests, 512, INCARNATION)
-        self.published: list[tuple[str, int, int]] = []
-        self.scheduler = Scheduler(genesis, StepBudget(step_tokens, chunk_tokens), self._note_publication)
-        self.signers = [RankSigner(bytes([rank + 1]) * 32) for rank in range(checkpoint.tp_size)]
-        self.pools: list[KVPool] = []
-        self.ranks: list[Rank] = []
         self.meeting = ThreadMeeting(checkpoint.tp_size)
-        for part in checkpoint.partitions:
-            heads = len(part.kv_heads)
-            pool = pools(part.rank)(config.num_layers, num_blocks, heads, config.head_dim, BLOCK)
-            collective = SingleProcess() if checkpoint.tp_size == 1 else self.meeting.collective(part.rank)
-            shard = LlamaShard(config, part, checkpoint.shard_path(part.rank), pool, collective)
-            self.pools.append(pool)
-            signer = self.signers[part.rank]
-            self.ranks.append(Rank(part.rank, INCARNATION, shard, pool, signer, shared_prefix))
-        self.executor = LocalExecutor([wrap(number, rank) for number, rank in enumerate(self.ranks)])
+        self.world = world_of(checkpoint, BLOCK)
+        shape = ReplicaShape(num_blocks, BLOCK, max_requests, 512, chunk_tokens, step_tokens, shared_prefix)
+        shards = [
+            self._shard(checkpoint, rank, pools(rank), num_blocks) for rank in range(checkpoint.tp_size)
+        ]
+        self.rank_set = RankSet(self.world, shards, shape, wrap)
+        self.pools, self.ranks, self.member = self.rank_set.pools, self.rank_set.ranks, self.rank_set.member
+        self.published: list[tuple[str, int, int]] = []
+        budget = StepBudget(step_tokens, chunk_tokens)
+        self.scheduler = Scheduler(self.rank_set.genesis, budget, self._note_publication)
         self._clock_s = 0.0
         self._requests = 0
 
+    def _shard(
+        self, checkpoint: ConvertedCheckpoint, rank: int, kind: type[KVPool], num_blocks: int
+    ) -> LlamaShard:
+        config, part = checkpoint.config, checkpoint.partitions[rank]
+        pool = kind(config.num_layers, num_blocks, len(part.kv_heads), config.head_dim, BLOCK)
+        collective = SingleProcess() if checkpoint.tp_size == 1 else self.meeting.collective(rank)
+        return LlamaShard(config, part, checkpoint.shard_path(rank), pool, collective)
+
     def close(self) -> None:
-        self.executor.close()
+        self.rank_set.close()
 
     @property
     def ledger(self):
         return self.scheduler.ledger
-
-    @property
-    def member(self) -> IncarnationRecord:
-        """What the authority knows of this incarnation."""
-        keys = tuple(signer.public_key.hex() for signer in self.signers)
-        return IncarnationRecord(INCARNATION, "replica-0", len(self.ranks), keys)
 
     def submission(
         self,
@@ -182,7 +171,7 @@ class LocalReplica:
         plan = self.plan(purge, order)
         if plan is None:
             return None
-        evidence = list(self.executor.execute(plan))
+        evidence = self.rank_set.execute(plan)
         self._clock_s += 0.5
         self.scheduler.complete(plan, evidence, self._clock_s)
         return evidence
@@ -202,7 +191,7 @@ class LocalReplica:
         return stream
 
     def engine(self, may_serve: Callable[[], bool] = lambda: True) -> Engine:
-        return Engine(self.scheduler, self.executor, may_serve)
+        return Engine(self.scheduler, self.rank_set, may_serve)
 
     def check(self) -> None:
         """Every ledger audits, the ranks agree (with the scheduler too, once everything was sent), the pool reconciles."""

@@ -21,7 +21,7 @@ def next_step(served: LocalReplica) -> list[tuple[int, int]]:
         if isinstance(command, Dispatch)
         for span in command.rows
     ]
-    served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
+    served.scheduler.complete(plan, served.rank_set.execute(plan), 0.0)
     return spans
 
 

@@ -31,7 +31,7 @@ def test_a_running_request_ends_as_stopped_with_the_next_plan(replica, cold, ran
     plan = served.plan()
     assert plan is not None
     assert [command.reason for command in plan.commands if isinstance(command, Release)] == ["finish"]
-    served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
+    served.scheduler.complete(plan, served.rank_set.execute(plan), 0.0)
     assert stream.finished.reason == stream.finished.receipt.finish_reason == "stop"
     assert stream.finished.receipt.completion_tokens == 10
     assert stream.finished.receipt.time_to_first_token_ms > 0
@@ -52,7 +52,7 @@ def test_a_step_in_flight_may_still_send_before_it_ends(replica):
     plan = served.plan()
     assert plan is not None
     finish(served, stream, 5)
-    served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
+    served.scheduler.complete(plan, served.rank_set.execute(plan), 0.0)
     served.run()
     assert len(stream.tokens) == 6 and stream.finished.receipt.completion_tokens == 5
     served.check_quiet()
@@ -65,7 +65,7 @@ def test_a_request_that_comes_to_its_own_end_first_keeps_it(replica):
     plan = served.plan()
     assert plan is not None
     finish(served, stream, 4)
-    served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
+    served.scheduler.complete(plan, served.rank_set.execute(plan), 0.0)
     finish(served, stream, 4)
     served.run()
     assert (stream.finished.reason, stream.finished.receipt.completion_tokens) == ("length", 6)

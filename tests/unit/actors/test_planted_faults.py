@@ -11,6 +11,7 @@ from local_replica import LocalReplica, Stream, run_of
 
 from copyhold.actors.errors import RanksDiffer, ReplicaStopped
 from copyhold.actors.executor import RankLike
+from copyhold.actors.in_process import INCARNATION
 from copyhold.actors.messages import Failed
 from copyhold.actors.plan import KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
 from copyhold.kernels.pool import KVPool
@@ -213,7 +214,7 @@ def test_a_rank_that_skips_zeroing_is_named_by_its_own_evidence(replica, end: st
     assert evidence[0].nonzero_bytes == 0
     assert evidence[1].nonzero_bytes > 0
     faults = member_faults(evidence, served.member, EvidenceQuestion("n1", "a", 2))
-    assert faults == [f"replica-0.1 rank 1 found {evidence[1].nonzero_bytes} nonzero bytes"]
+    assert faults == [f"{INCARNATION} rank 1 found {evidence[1].nonzero_bytes} nonzero bytes"]
 
 
 @pytest.mark.parametrize("side", ["k", "v"])

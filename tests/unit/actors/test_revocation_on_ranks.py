@@ -134,7 +134,7 @@ def test_requests_below_the_floor_go_on_until_they_are_ended_but_publish_nothing
         plan = served.plan()
         assert plan is not None
         assert not any(isinstance(command, Publish) for command in plan.commands)
-        served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
+        served.scheduler.complete(plan, served.rank_set.execute(plan), 0.0)
         assert served.index("a") == {}
     assert len(stream.tokens) == sent + 30
     assert stream.tokens == cold(PROMPT + run_of(600, 30), 60)[: sent + 30]

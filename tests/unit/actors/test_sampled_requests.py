@@ -115,7 +115,7 @@ def test_a_plan_names_its_drawn_rows_only(replica):
         plan = served.plan()
         assert plan is not None and decode_plan(encode_plan(plan)) == plan
         seen.append((plan.sample, plan.draws))
-        served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
+        served.scheduler.complete(plan, served.rank_set.execute(plan), 0.0)
     assert seen[0] == ((0, 2), (Draw(1, FILTERED),)), "the long prompt has only its first chunk behind it"
     assert seen[1] == ((0, 1, 2), (Draw(1, FILTERED), Draw(2, WARM)))
     greedy = encode_plan(StepPlan("i", 0, 0, (), (0, 1, 2)))

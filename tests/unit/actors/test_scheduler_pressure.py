@@ -89,7 +89,7 @@ def test_a_request_without_room_waits_in_bounded_time_and_evicts_nothing(replica
     dispatches = [command for command in plan.commands if isinstance(command, Dispatch)]
     assert [dispatch.evict for dispatch in dispatches] == [()]
     assert third.items == []
-    served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
+    served.scheduler.complete(plan, served.rank_set.execute(plan), 0.0)
     served.run()
     assert len(third.tokens) == 2
     served.check_quiet()

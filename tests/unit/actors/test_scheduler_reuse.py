@@ -30,7 +30,7 @@ def test_the_cached_run_computes_only_what_was_not_cached(replica):
         served.submit(PROMPT, max_new=1)
         plan = served.plan()
         rows.append([(span.start, span.count) for span in plan.commands[-1].rows])
-        served.scheduler.complete(plan, served.executor.execute(plan), 0.0)
+        served.scheduler.complete(plan, served.rank_set.execute(plan), 0.0)
         served.run()
     assert rows == [[(0, 100)], [(96, 4)]]
 
