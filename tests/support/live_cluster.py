@@ -85,7 +85,7 @@ def tiny_config(model: Path, cache: Path, **changes: Any) -> Config:
         "state_dir": "",
         "model": str(model),
         "cache_dir": str(cache),
-        "pool_tokens": 4096,
+        "pool_tokens": 16384,
         "max_model_len": 1024,
         "served_model_name": "tiny",
     }
