@@ -92,3 +92,16 @@ class PoolAllotted(ActorError):
 
     def __reduce__(self) -> tuple[type[PoolAllotted], tuple[int, int]]:
         return type(self), (self.share_blocks, self.left_blocks)
+
+
+class CacheGroupsUnfit(ActorError):
+    """A log's cache groups fit neither this scheduler's policies nor this rank's pools; nothing was applied."""
+
+    kind = "unsupported_cache_groups"
+
+    def __init__(self, group: str, why: str) -> None:
+        super().__init__(f"cache group {group}: {why}")
+        self.group, self.why = group, why
+
+    def __reduce__(self) -> tuple[type[CacheGroupsUnfit], tuple[str, str]]:
+        return type(self), (self.group, self.why)

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from copyhold.kernels.choices import SharedPrefix
-from copyhold.kernels.interface import widen_rows
 from copyhold.kvcore.commands import Admit, Dispatch, Evict, Genesis, GroupSpec, Release, Scope
+from copyhold.kvcore.identity import world_digest
+from copyhold.models.layer_groups import LayerGroup, divided
 from copyhold.models.llama import LlamaShard
 from copyhold.models.shard_set import ShardSet
 from copyhold.namespace.certificate import RankSigner
@@ -24,19 +25,25 @@ from copyhold.namespace.records import IncarnationRecord
 from .dispatch import StepBudget
 from .errors import RanksDiffer
 from .executor import LocalExecutor, RankLike
+from .group_room import blocks_for_all
 from .messages import Admitted, Failed, Finished, ReuseReceipt, StreamItem, TokenChunk
 from .plan import KVAuditOrder, StepEvidence, StepPlan
 from .rank import Rank
+from .rank_layout import attach
 from .scheduler import Scheduler
 from .submission import Entry, Submission
-from .world import FULL_ATTENTION, world_of
+from .world import grouped_world
 
 INCARNATION = "in-process.1"
 Logits = npt.NDArray[np.float32]
 
 
 class ReplicaShape(msgspec.Struct, frozen=True):
-    """Sizes of one in-process replica: blocks, requests and tokens."""
+    """Sizes of one in-process replica: blocks, requests and tokens.
+
+    ``other_block_sizes``: of further cache groups; the model's layers are divided among all of them in equal runs, and the
+    further ones get as many blocks as keep the scheduler's policies right (actors/group_room.py).
+    """
 
     num_blocks: int
     block_size: int = 16
@@ -45,6 +52,23 @@ class ReplicaShape(msgspec.Struct, frozen=True):
     chunk_tokens: int = 512
     step_tokens: int = 512
     shared_prefix: SharedPrefix = "off"
+    other_block_sizes: tuple[int, ...] = ()
+
+    def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
+        """The division of so many layers."""
+        return divided(num_layers, (self.block_size, *self.other_block_sizes))
+
+    def specs(self, num_layers: int) -> tuple[GroupSpec, ...]:
+        """The groups as a log's first record names them."""
+        groups = self.groups(num_layers)
+        first = GroupSpec(groups[0].name, self.block_size, self.num_blocks)
+        others = [
+            GroupSpec(
+                group.name, group.block_size, blocks_for_all(first, group.block_size, self.max_requests)
+            )
+            for group in groups[1:]
+        ]
+        return (first, *others)
 
 
 Wrap = Callable[[int, RankLike], RankLike]
@@ -62,12 +86,14 @@ class RankSet:
         wrap: Wrap = lambda _, rank: rank,
     ) -> None:
         """``wrap``: where a test plants a fault."""
-        groups = (GroupSpec(FULL_ATTENTION, shape.block_size, shape.num_blocks),)
-        self.genesis = Genesis(world, groups, shape.max_requests, shape.max_model_len, INCARNATION)
+        specs = shape.specs(shards[0].config.num_layers)
+        self.genesis = Genesis(world, specs, shape.max_requests, shape.max_model_len, INCARNATION)
         self.pools = [shard.pool for shard in shards]
+        """Of cache group 0"""
+        self.group_pools = [shard.pools for shard in shards]
         self.signers = [RankSigner(bytes([number + 1]) * 32) for number in range(len(shards))]
         self.ranks = [
-            Rank(number, INCARNATION, shard, shard.pool, signer, shape.shared_prefix)
+            Rank(number, INCARNATION, shard, shard.pools, signer, shape.shared_prefix)
             for number, (shard, signer) in enumerate(zip(shards, self.signers, strict=True))
         ]
         self._executor = LocalExecutor([wrap(number, rank) for number, rank in enumerate(self.ranks)])
@@ -75,8 +101,13 @@ class RankSet:
     @classmethod
     def lent(cls, shards: ShardSet, shape: ReplicaShape) -> RankSet:
         """Ranks over loaded shards, which get fresh pools and are the caller's to close."""
-        shards.new_pools(shape.num_blocks, shape.block_size)
-        return cls(world_of(shards.checkpoint, shape.block_size, shards.kv_dtype), shards.shards, shape)
+        num_layers = shards.checkpoint.config.num_layers
+        groups, num_blocks = shape.groups(num_layers), [spec.num_blocks for spec in shape.specs(num_layers)]
+        world = grouped_world(shards.checkpoint, groups, shards.kv_dtype)
+        served = world_digest(world)
+        for rank, pools in enumerate(shards.new_group_pools(groups, num_blocks)):
+            attach(world, served, rank, num_blocks, pools)
+        return cls(served, shards.shards, shape)
 
     @property
     def member(self) -> IncarnationRecord:
@@ -90,8 +121,7 @@ class RankSet:
 
     def largest_value(self) -> float:
         """The largest magnitude that any rank's pool holds, K or V."""
-        parts = [part for pool in self.pools for part in (pool.k, pool.v)]
-        return max(float(np.abs(widen_rows(part)).max()) for part in parts)
+        return float(np.max([pools.largest_value() for pools in self.group_pools]))
 
     def close(self) -> None:
         self._executor.close()
@@ -126,7 +156,10 @@ class InProcessStream:
 
 
 class InProcessReplica:
-    """One replica; ``counts`` tallies what happened: cached_tokens, shared_reads, partial_chunks, evicted, preempted."""
+    """One replica; ``counts`` tallies what happened: cached_tokens, shared_reads, partial_chunks, evicted, preempted.
+
+    Names that begin with ``other_`` are about the cache groups after the first.
+    """
 
     def __init__(self, shards: ShardSet, shape: ReplicaShape) -> None:
         self._shards = shards
@@ -198,19 +231,22 @@ class InProcessReplica:
         Returns rows compared and the largest difference.
         """
         rows, worst = 0, 0.0
-        for _, tokens, blocks in list(self.scheduler.ledger.paths(namespace)):
+        ledger = self.scheduler.ledger
+        by_group = [ledger.paths(namespace, group) for group in range(len(self._set.genesis.groups))]
+        for (_, tokens, blocks), *others in zip(*by_group, strict=True):
             positions = np.unique(np.linspace(0, len(tokens) - 1, positions_each).astype(int))
             ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-            order = KVAuditOrder(ids, tuple(blocks.tolist()), tuple(positions.tolist()))
+            other_blocks = tuple(tuple(path.tolist()) for _, _, path in others)
+            order = KVAuditOrder(ids, tuple(blocks.tolist()), tuple(positions.tolist()), other_blocks)
             for report in self.step(order):
                 assert report.audit is not None, "an audit order is answered with an audit"
                 rows += report.audit.rows_compared
                 worst = max(worst, report.audit.max_abs_difference)
         return rows, worst
 
-    def attention_steps(self) -> dict[str, int]:
-        """Steps by how shared K/V was read, as every rank counted them."""
-        reports = [rank.shared_reads.report() for rank in self._set.ranks]
+    def attention_steps(self, group: int = 0) -> dict[str, int]:
+        """Steps by how shared K/V of a cache group was read, as every rank counted them."""
+        reports = [rank.group_reads[group].report() for rank in self._set.ranks]
         assert all(report.steps == reports[0].steps for report in reports), reports
         return reports[0].steps
 
@@ -235,11 +271,14 @@ class InProcessReplica:
 
     def _count_rows(self, dispatch: Dispatch, sample: tuple[int, ...]) -> None:
         self.counts["partial_chunks"] += len(dispatch.rows) - len(sample)
-        readers: Counter[int] = Counter()
-        for span in dispatch.rows:
-            used = -(-(span.start + span.count) // self._shape.block_size)
-            readers.update(self.scheduler.ledger.tables[span.request.slot, :used].tolist())
-        self.counts["shared_reads"] += sum(times - 1 for times in readers.values())
+        sizes = (self._shape.block_size, *self._shape.other_block_sizes)
+        for group, (table, size) in enumerate(zip(self.scheduler.ledger.group_tables, sizes, strict=True)):
+            readers: Counter[int] = Counter()
+            for span in dispatch.rows:
+                used = -(-(span.start + span.count) // size)
+                readers.update(table[span.request.slot, :used].tolist())
+            name = "other_shared_reads" if group else "shared_reads"
+            self.counts[name] += sum(times - 1 for times in readers.values())
 
     def _keep_logits(self, plan: StepPlan) -> None:
         """Hand every sampled row's logits to its stream; the rows' requests still hold their slots here."""

@@ -102,15 +102,20 @@ class OperatorCalls:
     async def audit_kv(self, namespace: str, samples: int) -> list[dict[str, Any]]:
         """Compare sampled K/V rows of the namespace's longest cached prefix with a cold recompute on every rank."""
         engine = self._serving_engine()
-        paths = await asyncio.wrap_future(engine.call(lambda: self._scheduler.ledger.paths(namespace)))
-        if not paths:
+        ledger = self._scheduler.ledger
+        call = engine.call(
+            lambda: [ledger.paths(namespace, group) for group in range(len(ledger.group_tables))]
+        )
+        by_group = await asyncio.wrap_future(call)
+        if not by_group[0]:
             return []
-        _, tokens, blocks = max(paths, key=lambda path: len(path[1]))
+        (_, tokens, blocks), *others = max(zip(*by_group, strict=True), key=lambda path: len(path[0][1]))
         positions = np.unique(np.linspace(0, len(tokens) - 1, num=min(samples, len(tokens)), dtype=np.int64))
         order = KVAuditOrder(
             np.ascontiguousarray(tokens, dtype="<i4").tobytes(),
             tuple(int(block) for block in blocks),
             tuple(int(position) for position in positions),
+            tuple(tuple(path.tolist()) for _, _, path in others),
         )
         reports = await asyncio.wrap_future(engine.audit(order))
         return [

@@ -26,11 +26,15 @@ class PurgeOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVAuditOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Asks each rank to recompute ``tokens`` (int32 bytes) cold in one shot and to compare sampled rows."""
+    """Asks each rank to recompute ``tokens`` (int32 bytes) cold in one shot and to compare sampled rows.
+
+    ``block_ids`` are those of cache group 0, ``other_blocks`` those of the groups after it.
+    """
 
     tokens: bytes
     block_ids: tuple[int, ...]
     positions: tuple[int, ...]
+    other_blocks: tuple[tuple[int, ...], ...] = ()
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):

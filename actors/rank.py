@@ -1,4 +1,4 @@
-"""One tensor-parallel rank: its own ledger, its own pool, its shard of the model.
+"""One tensor-parallel rank: its own ledger, its own pools (one a cache group), its shard of the model.
 
 Owns the execution of step plans on one rank. The rank applies the plan's commands to its own ledger, zeroes what the
 receipts name, computes the dispatched rows through its own block tables and reports position, digest and tokens.
@@ -9,11 +9,13 @@ and the rank is of no further use (docs/architecture.md, failure model).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from copyhold.kernels import cpu
-from copyhold.kernels.batch import StepBatch
+from copyhold.kernels.batch import GroupRows, StepBatch
+from copyhold.kernels.cache_pools import CachePools, as_pools
 from copyhold.kernels.choices import SharedPrefix
 from copyhold.kernels.pool import TILE, KVPool
 from copyhold.kernels.shared_cost import Geometry
@@ -25,6 +27,7 @@ from copyhold.models.sampling import RowDraw, SamplingParams
 from copyhold.namespace.certificate import RankSigner
 
 from .errors import RanksDiffer
+from .group_room import require_pools
 from .plan import Draw, KVAuditOrder, KVAuditResult, StepEvidence, StepPlan
 from .scrubbing import Scrubber
 from .shared_reads import SharedReads
@@ -38,29 +41,38 @@ class Rank:
         rank: int,
         incarnation: str,
         shard: LlamaShard,
-        pool: KVPool,
+        pool: KVPool | CachePools,
         signer: RankSigner,
         shared_prefix: SharedPrefix = "auto",
     ) -> None:
+        """``pool``: the shard's own, one for each cache group of the ledger in its order."""
         self._rank = rank
         self._incarnation = incarnation
         self._shard = shard
-        self._pool = pool
+        self._pools = as_pools(pool)
         self._signer = signer
         self._ledger = Ledger()
-        self._scrubber = Scrubber(self._ledger, pool)
-        heads = Geometry(len(shard.partition.q_heads), pool.kv_heads, pool.head_dim, pool.k.itemsize)
-        contract = f"{pool.k.dtype.name} {pool.kv_heads}x{pool.head_dim} tile {TILE}"
+        self._scrubber = Scrubber(self._ledger, self._pools)
         plain = shard.deterministic or shard.kernel_name != cpu.NAME
-        self.shared_reads = SharedReads(self._ledger, heads, "off" if plain else shared_prefix, contract)
+        self.group_reads = self._group_reads("off" if plain else shared_prefix)
+        """Shared reads by cache group: each has blocks, and so prefixes in whole blocks, of its own"""
 
     @property
     def ledger(self) -> Ledger:
         """This rank's own ledger; read only for callers."""
         return self._ledger
 
+    @property
+    def shared_reads(self) -> SharedReads:
+        """Those of cache group 0."""
+        return self.group_reads[0]
+
     def execute(self, plan: StepPlan) -> StepEvidence:
-        """Apply, compute, report. Raises ``RanksDiffer`` for a plan of another incarnation or position."""
+        """Apply, compute, report.
+
+        Raises ``RanksDiffer`` for a plan of another incarnation or position, ``CacheGroupsUnfit`` for a log whose groups
+        are not those of this rank's pools.
+        """
         started_ns = time.perf_counter_ns()
         if plan.incarnation != self._incarnation or plan.first_log_index != self._ledger.log_index:
             raise RanksDiffer(
@@ -68,6 +80,8 @@ class Rank:
                 f"incarnation {plan.incarnation} index {plan.first_log_index}",
                 f"incarnation {self._incarnation} index {self._ledger.log_index}",
             )
+        if plan.first_log_index == 0:
+            require_pools(plan.commands, self._pools)
         for offset, command in enumerate(plan.commands):
             self._scrubber.apply(plan.first_log_index + offset, command)
         digest = self._ledger.machine_digest
@@ -93,14 +107,30 @@ class Rank:
     def _compute(
         self, dispatch: Dispatch, sample: tuple[int, ...], draws: tuple[Draw, ...]
     ) -> tuple[int, ...]:
-        batch = step_batch(self._ledger, dispatch, sample, self._pool.block_size)
-        attention = self.shared_reads.attention(dispatch, batch, self._pool.tiles_per_block)
-        logits = self._shard.forward(batch, attention)
+        pools = self._pools.pools
+        batch = step_batch(self._ledger, dispatch, sample, pools[0].block_size)
+        if len(pools) > 1:
+            batch.others = other_rows(self._ledger, dispatch, batch, [pool.block_size for pool in pools[1:]])
+        attentions = [
+            reads.attention(dispatch, batch, pool.tiles_per_block)
+            for reads, pool in zip(self.group_reads, pools, strict=True)
+        ]
+        logits = self._shard.forward(batch, attentions)
         if not sample:
             return ()
         ends = [dispatch.rows[row].start + dispatch.rows[row].count for row in sample]
         drawn = [RowDraw(draw.index, ends[draw.index], draw.params) for draw in draws]
         return tuple(int(token) for token in self._shard.choose(logits, drawn))
+
+    def _group_reads(self, mode: SharedPrefix) -> tuple[SharedReads, ...]:
+        found = []
+        for group, pool in enumerate(self._pools.pools):
+            heads = Geometry(
+                len(self._shard.partition.q_heads), pool.kv_heads, pool.head_dim, pool.k.itemsize
+            )
+            contract = f"{pool.k.dtype.name} {pool.kv_heads}x{pool.head_dim} tile {TILE}"
+            found.append(SharedReads(self._ledger, heads, mode, contract, group))
+        return tuple(found)
 
     def _audit(self, order: KVAuditOrder) -> KVAuditResult:
         found = audit_kv(
@@ -108,12 +138,16 @@ class Rank:
             np.frombuffer(order.tokens, dtype="<i4"),
             np.asarray(order.block_ids, dtype=np.int64),
             np.asarray(order.positions, dtype=np.int64),
+            other_blocks=[np.asarray(blocks, dtype=np.int64) for blocks in order.other_blocks],
         )
         return KVAuditResult(self._rank, found.rows_compared, float(found.max_abs_difference))
 
 
 def step_batch(ledger: Ledger, dispatch: Dispatch, sample: tuple[int, ...], block_size: int) -> StepBatch:
-    """The arrays of one dispatched step, read from a ledger: token ids, positions, slots, tables, logit rows."""
+    """The arrays of one dispatched step, read from a ledger: token ids, positions, slots, tables, logit rows.
+
+    Slots and tables are those of cache group 0.
+    """
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     slots: list[np.ndarray] = []
@@ -144,6 +178,21 @@ def step_batch(ledger: Ledger, dispatch: Dispatch, sample: tuple[int, ...], bloc
     )
 
 
+def other_rows(
+    ledger: Ledger, dispatch: Dispatch, batch: StepBatch, block_sizes: Sequence[int]
+) -> tuple[GroupRows, ...]:
+    """Slots and tables of the same step in cache groups 1, 2, ..., whose block sizes are given."""
+    table_rows = np.array([span.request.slot for span in dispatch.rows], dtype=np.int64)
+    slot_of_row = np.repeat(table_rows, np.diff(batch.seq_starts))
+    found = []
+    for table, size in zip(ledger.group_tables[1:], block_sizes, strict=True):
+        blocks = table[slot_of_row, batch.positions // size].astype(np.int64)
+        widest = -(-int(batch.context_lens.max()) // size)
+        tables = np.ascontiguousarray(table[table_rows, :widest], dtype=np.int32)
+        found.append(GroupRows(blocks * size + batch.positions % size, tables))
+    return tuple(found)
+
+
 def warm_up_step(shard: LlamaShard) -> None:
     """One computed step on block 0, which is zeroed again: allocator, threads and collective have all run once.
 
@@ -151,16 +200,19 @@ def warm_up_step(shard: LlamaShard) -> None:
     """
     count = min(shard.pool.block_size, 4)
     rows = np.arange(count, dtype=np.int64)
+    table = np.zeros((1, 1), dtype=np.int32)
+    others = len(shard.pools) - 1
     batch = StepBatch(
         tokens=np.zeros(count, dtype=np.int64),
         positions=rows,
         slots=rows,
         seq_starts=np.array([0, count], dtype=np.int32),
         context_lens=np.array([count], dtype=np.int32),
-        block_tables=np.zeros((1, 1), dtype=np.int32),
+        block_tables=table,
         logit_rows=np.array([count - 1], dtype=np.int64),
+        others=(GroupRows(rows, table),) * others,
     )
     logits = shard.forward(batch)
     shard.choose(logits)
     shard.choose(logits, [RowDraw(0, count, SamplingParams(1.0, 0.5))])
-    shard.pool.zero_blocks([0])
+    shard.pools.zero_blocks([[0]] * (others + 1))

@@ -20,6 +20,7 @@ from copyhold.kvcore.receipts import EvictReceipt, ReleaseReceipt
 from .cache_settings import CacheSettings
 from .eviction import Evictor, Victims
 from .floor_book import FloorBook
+from .group_room import require_room
 from .messages import Failed, Finished
 from .recording import Recording
 from .shares import Shares
@@ -33,7 +34,8 @@ class RequestBook:
     """Lent to admission, dispatch and the scheduler of one replica; nobody else changes it."""
 
     def __init__(self, genesis: Genesis, cache: CacheSettings, recording: Recording | None) -> None:
-        """Raises: ``ValueError`` for strict shares of a pool with windows, which no share counts."""
+        """Raises: ``ValueError`` for strict shares of a pool with windows, which no share counts; ``CacheGroupsUnfit``."""
+        require_room(genesis)
         group = genesis.groups[0]
         self.genesis = genesis
         self.block_size = group.block_size
@@ -53,6 +55,8 @@ class RequestBook:
         self._outbox: list[Command] = []
         self._sent_index = 0
         self.apply(genesis)
+        self.page_tokens = self.ledger.state.alignment
+        """Tokens of one page of the index: whole blocks in every cache group."""
 
     @property
     def idle(self) -> bool:

@@ -48,7 +48,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         recording: Recording | None = None,
     ) -> None:
-        """``clock``: seconds, for lifetimes of cached prefixes only."""
+        """``clock``: seconds, for lifetimes of cached prefixes only. Raises: ``CacheGroupsUnfit``."""
         self._book = RequestBook(genesis, cache, recording)
         self._admission = Admission(self._book, budget.vocab_size, cache.limits, clock)
         self._dispatcher = Dispatcher(self._book, budget)
@@ -262,12 +262,13 @@ class Scheduler:
     # -- after a step -------------------------------------------------------------------------------------------
 
     def _publish(self, entries: list[Entry]) -> None:
+        page = self._book.page_tokens
         ready = [
             entry
             for entry in entries
             if entry.submission.publish
             and not self._book.floors.above(entry.scope)
-            and entry.valid_rows // self._book.block_size > entry.published_blocks
+            and entry.valid_rows // page * page > entry.published_blocks * self._book.block_size
             and entry.keeps
         ]
         if not ready:
@@ -280,7 +281,7 @@ class Scheduler:
 
     def _note_published(self, entry: Entry, path: PublishedPath) -> None:
         first, end = path.tokens_before // self._book.block_size, path.tokens_after // self._book.block_size
-        entry.published_blocks = entry.valid_rows // self._book.block_size
+        entry.published_blocks = end
         entry.terminal = path.path[-1] if path.path else None
         self.evictor.published(
             entry.scope.namespace,

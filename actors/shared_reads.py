@@ -29,7 +29,8 @@ SAMPLE_EVERY = 64
 
 
 class SharedReadsReport(msgspec.Struct, frozen=True):
-    """Totals of one rank. Rows are K/V rows of one layer and KV head; `logical_rows` is what plain reads would be.
+    """Totals of one cache group of one rank. Rows are K/V rows of one layer and KV head; `logical_rows` is what plain
+    reads would be.
 
     `predicted_gain` is the mean over the shared steps, `measured_gain` and `max_abs_difference` over the `samples` that
     computed one layer both ways (0 without one).
@@ -71,11 +72,14 @@ class _Sampled:
 
 
 class SharedReads:
-    """Chooses and counts; one per rank."""
+    """Chooses and counts; one for each cache group of a rank."""
 
-    def __init__(self, ledger: Ledger, geometry: Geometry, mode: SharedPrefix, contract: str) -> None:
+    def __init__(
+        self, ledger: Ledger, geometry: Geometry, mode: SharedPrefix, contract: str, group: int = 0
+    ) -> None:
         """`contract`: the name of the pool's layout, which a snapshot is bound to."""
         self._ledger, self._geometry, self._contract = ledger, geometry, contract
+        self._group = group
         self._mode: SharedPrefix = mode
         self._buffers = StateBuffers(geometry.heads, geometry.head_dim)
         self._steps: dict[str, int] = {"plain": 0, "hydragen": 0, "chunk": 0}
@@ -88,19 +92,20 @@ class SharedReads:
     def attention(
         self, dispatch: Dispatch, batch: StepBatch, tiles_per_block: int
     ) -> SharedAttention | _Sampled | None:
-        """The attention of a dispatched step, or None where every sequence reads for itself."""
+        """The attention of a dispatched step in this group, or None where every sequence reads for itself."""
         self._keep_sample()
         handles = [row.request for row in dispatch.rows]
-        if self._mode == "off" or len(handles) < 2 or not shares_anything(self._ledger, handles):
+        if self._mode == "off" or len(handles) < 2 or not shares_anything(self._ledger, handles, self._group):
             self._steps["plain"] += 1
             return None
-        snapshot = take_snapshot(self._ledger, handles, self._contract)
+        snapshot = take_snapshot(self._ledger, handles, self._contract, self._group)
         counts = np.diff(batch.seq_starts).astype(np.int64)
         choice = choose(snapshot, counts, self._geometry, self._mode)
         self._count(choice)
         if choice.schedule.mode == "plain":
             return None
-        tables = np.array(split_table(batch.block_tables, tiles_per_block), dtype=np.int32)
+        blocks = batch.others[self._group - 1].block_tables if self._group else batch.block_tables
+        tables = np.array(split_table(blocks, tiles_per_block), dtype=np.int32)
         shared = SharedAttention(choice.schedule, tables, batch.seq_starts, batch.context_lens, self._buffers)
         if self._shared_steps() % SAMPLE_EVERY == 1:
             self._check(snapshot, handles)
@@ -126,7 +131,7 @@ class SharedReads:
     def _check(self, snapshot: ExecutionSnapshot, handles: list) -> None:
         snapshot.require_step(handles, self._contract)
         snapshot.require_current(self._ledger)
-        snapshot.require_same_blocks(self._ledger)
+        snapshot.require_same_blocks(self._ledger, self._group)
 
     def _count(self, choice: Choice) -> None:
         self._steps[choice.schedule.mode] += 1

@@ -21,6 +21,7 @@ from copyhold.kernels.errors import KernelError, UnsupportedKernelBlockSize
 from copyhold.kernels.pool import KVPool
 from copyhold.kvcore.errors import LedgerRefusal
 from copyhold.models.cold_run import cold_run
+from copyhold.models.config import ModelConfig
 from copyhold.models.convert import convert
 from copyhold.models.errors import ModelError
 from copyhold.models.shard_set import ShardSet
@@ -101,7 +102,9 @@ def run_verify(model: str, cache_dir: Path, quick: bool, say: Progress) -> Verif
                 shards.close()
     checks.append(_small_blocks())
     elapsed_s = time.monotonic() - started_s
-    return VerifyReport(model or "installed default", quick, tuple(checks), _not_applicable(), elapsed_s)
+    return VerifyReport(
+        model or "installed default", quick, tuple(checks), _not_applicable(first.config), elapsed_s
+    )
 
 
 def _cold_runs(shards: ShardSet, case: VerifyCase, prompts: VerifyPrompts, reference: Cold) -> Cold:
@@ -147,15 +150,10 @@ def _small_blocks() -> Check:
     return Check("block 8", False, None, "a pool of blocks that are no multiple of a tile was made")
 
 
-def _not_applicable() -> tuple[Check, ...]:
-    return (
-        Check(
-            "two cache groups",
-            True,
-            "not applicable",
-            "ranks compute every layer through one table; the ledger's own tests drive several groups",
-        ),
-    )
+def _not_applicable(config: ModelConfig) -> tuple[Check, ...]:
+    if config.num_layers > 1:
+        return ()
+    return (Check("two cache groups", True, "not applicable", "the model has one layer"),)
 
 
 @contextmanager

@@ -37,6 +37,8 @@ from .verify_plan import VerifyCase, VerifyPrompts
 
 _STEPS = 3
 """Tokens of every branch after the fork."""
+_IN_OTHERS = ("other_copies", "other_shared_reads")
+"""Counts of the cache groups after the first, needed where there are any."""
 
 
 @dataclass
@@ -67,8 +69,9 @@ class WrittenLog:
         receipt = self._ledger.apply(command)
         self._outbox.append(command)
         if isinstance(receipt, DispatchReceipt):
-            self.counts["copies"] += len(receipt.copies)
-            self.counts["copied_rows"] += sum(copy.rows for copy in receipt.copies)
+            for copy in receipt.copies:
+                self.counts["other_copies" if copy.group else "copies"] += 1
+                self.counts["other_copied_rows" if copy.group else "copied_rows"] += copy.rows
         return receipt
 
     def admit(self, prompt: Sequence[int]) -> Branch:
@@ -120,9 +123,12 @@ class WrittenLog:
         """Every sixth stored row of a branch on every rank against a cold recompute."""
         valid = self._ledger.request(branch.handle).valid_rows
         tokens = self._ledger.request_tokens(branch.handle, 0, valid)
-        blocks = tuple(self._ledger.table(branch.handle).tolist())
+        blocks, *others = [tuple(table.tolist()) for table in self._tables(branch.handle)]
         order = KVAuditOrder(
-            np.ascontiguousarray(tokens, dtype="<i4").tobytes(), blocks, tuple(range(valid - 1, -1, -6))
+            np.ascontiguousarray(tokens, dtype="<i4").tobytes(),
+            blocks,
+            tuple(range(valid - 1, -1, -6)),
+            tuple(others),
         )
         self._step += 1
         answers = self._send(StepPlan(INCARNATION, self._step, self._sent, tuple(self._outbox), audit=order))
@@ -149,17 +155,24 @@ class WrittenLog:
         return answers
 
     def _count_shared(self, spans: Sequence[RowSpan]) -> None:
-        readers: Counter[int] = Counter()
-        for span in spans:
-            readers.update(self._ledger.table(span.request).tolist())
-        self.counts["shared_reads"] += sum(times - 1 for times in readers.values())
+        for group in range(len(self._set.genesis.groups)):
+            readers: Counter[int] = Counter()
+            for span in spans:
+                readers.update(self._ledger.table(span.request, group).tolist())
+            name = "other_shared_reads" if group else "shared_reads"
+            self.counts[name] += sum(times - 1 for times in readers.values())
+
+    def _tables(self, handle: RequestHandle) -> list[np.ndarray]:
+        """The request's blocks in each cache group."""
+        return [self._ledger.table(handle, group) for group in range(len(self._set.genesis.groups))]
 
 
 def forked(shards: ShardSet, case: VerifyCase, prompts: VerifyPrompts) -> RunFound:
     """Fork twice, feed each branch something else, cut one back into a shared block, and go on with all."""
     prompt, size = prompts.prompts[0], case.block_size
     blocks = 4 * -(-(len(prompt) + 2 * _STEPS + 2) // size)
-    log = WrittenLog(shards, ReplicaShape(blocks, size))
+    several = bool(case.other_block_sizes)
+    log = WrittenLog(shards, ReplicaShape(blocks, size, other_block_sizes=case.other_block_sizes))
     parent = log.admit(prompt)
     log.step([parent], [0])
     left, right = log.fork(parent, 2)
@@ -175,7 +188,7 @@ def forked(shards: ShardSet, case: VerifyCase, prompts: VerifyPrompts) -> RunFou
         "forked and cut back",
         streams,
         log.counts,
-        ("forks", "copies", "truncations", "shared_reads"),
+        ("forks", "copies", "truncations", "shared_reads", *(_IN_OTHERS if several else ())),
         sum(rows for rows, _ in audits),
         max(worst for _, worst in audits),
         highest,

@@ -47,12 +47,16 @@ class VerifyCase(msgspec.Struct, frozen=True):
     kv_dtype: KVDtype = "float32"
     whole: bool = False
     """All prompts and longer replies; else two prompts"""
+    other_block_sizes: tuple[int, ...] = ()
+    """Of further cache groups, which the layers are divided among"""
 
     @property
     def label(self) -> str:
         kept = "" if self.kv_dtype == "float32" else f", K/V {self.kv_dtype}"
         mode = " deterministic" if self.deterministic else ""
-        return f"tp {self.tp}, block {self.block_size}, {self.dtype}{kept}{mode}"
+        sizes = "+".join(str(size) for size in (self.block_size, *self.other_block_sizes))
+        blocks = "blocks" if self.other_block_sizes else "block"
+        return f"tp {self.tp}, {blocks} {sizes}, {self.dtype}{kept}{mode}"
 
     @property
     def bound_dtype(self) -> Dtype:
@@ -72,12 +76,19 @@ class VerifyPrompts(msgspec.Struct, frozen=True):
 
 
 def verify_cases(config: ModelConfig, quick: bool) -> list[VerifyCase]:
-    """Every degree of tensor parallelism up to three that the model allows, both block sizes, both dtypes."""
+    """Every degree of tensor parallelism up to three that the model allows, both block sizes, both dtypes, and layers in
+    two cache groups of either size."""
     degrees = range(1, min(3, config.num_kv_heads) + 1)
     cases = [VerifyCase(1, 16, "float32", whole=not quick)]
     if not quick:
         cases.append(VerifyCase(1, 32, "float32"))
     cases += [VerifyCase(tp, 16, "float32") for tp in degrees[1:] if not quick or tp == degrees[-1]]
+    several = config.num_layers > 1
+    if several:
+        cases.append(VerifyCase(1, 16, "float32", other_block_sizes=(32,)))
+    if several and not quick:
+        widest = degrees[-1]
+        cases.append(VerifyCase(widest, 32, "float32", deterministic=True, other_block_sizes=(16,)))
     if not quick:
         cases.append(VerifyCase(1, 16, "bfloat16"))
         cases.append(VerifyCase(1, 16, "float32", kv_dtype="bfloat16"))

@@ -61,7 +61,7 @@ class ScheduledRuns:
         streams = replica.serve([first], "tenant", self._prompts.new_tokens)
         streams += replica.serve([*others, first], "tenant", self._prompts.new_tokens)
         prompts = [first, *others, first]
-        needed = ("cached_tokens", "shared_reads")
+        needed = ("cached_tokens", *self._each_group("shared_reads"))
         return self._found(
             "prefix hit", replica, list(zip(prompts, streams, strict=True)), needed, ["tenant"]
         )
@@ -74,7 +74,8 @@ class ScheduledRuns:
         streams = replica.serve(self._prompts.prompts, "tenant", self._prompts.new_tokens)
         replica.counts["cached_tokens"] -= before
         pairs = list(zip(self._prompts.prompts, streams, strict=True))
-        return self._found("warm", replica, pairs, ("cached_tokens", "shared_reads"), ["tenant"])
+        needed = ("cached_tokens", *self._each_group("shared_reads"))
+        return self._found("warm", replica, pairs, needed, ["tenant"])
 
     def shared_reads(self, mode: Literal["hydragen", "chunk"]) -> RunFound:
         """A cached prefix, then all prompts at once through the kernels that read it once for all of them."""
@@ -82,11 +83,11 @@ class ScheduledRuns:
         prompts = self._prompts.prompts
         replica.serve(prompts[:1], "tenant", self._prompts.new_tokens)
         streams = replica.serve(prompts, "tenant", self._prompts.new_tokens)
-        replica.counts[f"{mode}_steps"] = replica.attention_steps()[mode]
+        for group, name in enumerate(self._each_group(f"{mode}_steps")):
+            replica.counts[name] = replica.attention_steps(group)[mode]
         pairs = list(zip(prompts, streams, strict=True))
-        return self._found(
-            f"shared reads, {mode}", replica, pairs, (f"{mode}_steps", "shared_reads"), ["tenant"]
-        )
+        needed = (*self._each_group(f"{mode}_steps"), *self._each_group("shared_reads"))
+        return self._found(f"shared reads, {mode}", replica, pairs, needed, ["tenant"])
 
     def after_eviction(self) -> RunFound:
         """Memory for one prompt and a little: others push it out, then it comes again, then again, warm."""
@@ -122,8 +123,13 @@ class ScheduledRuns:
             chunk_tokens=chunk_tokens,
             step_tokens=step_tokens,
             shared_prefix=shared_prefix,
+            other_block_sizes=self._case.other_block_sizes,
         )
         return InProcessReplica(self._shards, shape)
+
+    def _each_group(self, count: str) -> tuple[str, ...]:
+        """The count's name for the first cache group and, where there are others, for the second."""
+        return (count, f"other_{count}") if self._case.other_block_sizes else (count,)
 
     def _room(self, requests: int) -> int:
         return requests * -(-self._prompts.longest // self._case.block_size)

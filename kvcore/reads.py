@@ -222,8 +222,8 @@ class LedgerReads:
             leases=tree.lock(node),
         )
 
-    def paths(self, namespace: str) -> list[tuple[Scope, Array, Array]]:
-        """(scope, tokens int32, blocks int64) of every root-to-leaf path of a namespace, in key order."""
+    def paths(self, namespace: str, group: int = 0) -> list[tuple[Scope, Array, Array]]:
+        """(scope, tokens int32, blocks int64 of one group) of every root-to-leaf path of a namespace, in key order."""
         state = self.state
         found = []
         for scope_id, scope in state.scopes.all_scopes():
@@ -233,7 +233,7 @@ class LedgerReads:
                 if state.tree.num_children[leaf] == 0:
                     nodes = state.tree.path(leaf)
                     tokens = np.concatenate([state.tree.tokens[node] for node in nodes])
-                    found.append((scope, tokens, state.tree.path_blocks(nodes)))
+                    found.append((scope, tokens, state.tree.path_blocks(nodes, group)))
         return found
 
     def residue(self, namespace: str, generation_below: int, group: int = 0) -> tuple[int, ...]:

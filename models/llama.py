@@ -17,6 +17,7 @@ import torch
 
 from copyhold.kernels import cpu
 from copyhold.kernels.batch import StepBatch
+from copyhold.kernels.cache_pools import CachePools, as_pools
 from copyhold.kernels.errors import KernelContractMismatch
 from copyhold.kernels.interface import KernelBackend
 from copyhold.kernels.pool import KVPool, split_table
@@ -43,7 +44,7 @@ class Attention(Protocol):
 
 
 class LlamaShard:
-    """Rank `partition.rank` of the model; owns its weights and scratch, borrows pool and collective.
+    """Rank `partition.rank` of the model; owns its weights and scratch, borrows pools and collective.
 
     `deterministic`: a row's bits depend on its own tokens only, not on its step (models/deterministic.py). A kernel whose
     sums depend on who else is in the step must not be chosen then.
@@ -57,22 +58,24 @@ class LlamaShard:
         config: ModelConfig,
         partition: RankPartition,
         shard_path: Path,
-        pool: KVPool,
+        pool: KVPool | CachePools,
         collective: Collective,
         max_batch_tokens: int = 512,
         dtype: Dtype = "float32",
         deterministic: bool = False,
         kernels: KernelBackend = cpu,
     ) -> None:
+        pools = as_pools(pool)
         expected = (config.num_layers, len(partition.kv_heads), config.head_dim)
-        found = (pool.num_layers, pool.kv_heads, pool.head_dim)
+        found = (pools.num_layers, pools.first.kv_heads, pools.first.head_dim)
         if expected != found:
             raise KernelContractMismatch(
                 f"pool (layers, KV heads, head dim) is {found}, model needs {expected}"
             )
         self.config = config
         self.partition = partition
-        self.pool = pool
+        self.pools = pools
+        """One a cache group; each layer attends through the table of its own group"""
         self._kernels = kernels
         self.deterministic = deterministic
         self.collective = in_rank_order(collective) if deterministic else collective
@@ -86,6 +89,11 @@ class LlamaShard:
         self._scratch = self.new_scratch(max_batch_tokens)
 
     @property
+    def pool(self) -> KVPool:
+        """The pool of cache group 0."""
+        return self.pools.first
+
+    @property
     def kernel_name(self) -> str:
         """The backend that computes attention."""
         return self._kernels.NAME
@@ -94,39 +102,47 @@ class LlamaShard:
         """Activation buffers for batches of up to `rows` rows of this shard."""
         return Scratch(self.config, self.partition, rows, self._dtype)
 
-    def forward(self, batch: StepBatch, attention: Attention | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, attentions: Sequence[Attention | None] = ()) -> torch.Tensor:
         """Write the batch's K/V rows and return logits `[L, local_vocab]` float32 of its `logit_rows`.
 
-        `attention` stands in for the plain kernel, for this batch only.
+        `attentions`: by cache group, what stands in for the plain kernel, for this batch only.
 
         Raises: `KernelInputRefused`, `TokenOutOfVocabulary`, `PositionOutOfRange` (no row was written);
         `CollectiveError` (the batch's own rows hold unspecified values).
         """
         if batch.num_tokens > self._scratch.capacity:
             self._scratch = self.new_scratch(batch.num_tokens)
-        hidden = self.hidden_states(batch, self.pool, self._scratch, attention)
+        hidden = self.hidden_states(batch, self.pools, self._scratch, attentions)
         rows = hidden.index_select(
             0, torch.from_numpy(np.ascontiguousarray(batch.logit_rows, dtype=np.int64))
         )
         return self._weights.head(rows).float()
 
     def hidden_states(
-        self, batch: StepBatch, pool: KVPool, scratch: Scratch, attention: Attention | None = None
+        self,
+        batch: StepBatch,
+        pools: CachePools,
+        scratch: Scratch,
+        attentions: Sequence[Attention | None] = (),
     ) -> torch.Tensor:
-        """All layers and the final norm against `pool`; the result is a `[T, hidden]` view of `scratch`."""
-        batch.check(pool.num_blocks, pool.block_size)
+        """All layers and the final norm against `pools`; the result is a `[T, hidden]` view of `scratch`."""
+        batch.check(pools.first.num_blocks, pools.first.block_size)
+        if len(pools) > 1 or batch.others:
+            batch.check_others([(pool.num_blocks, pool.block_size) for pool in pools.pools[1:]])
         self._check_ids(batch)
         views = scratch.views(batch.num_tokens)
-        tables = np.array(split_table(batch.block_tables, pool.tiles_per_block), dtype=np.int32)
         starts = np.array(batch.seq_starts, dtype=np.int32)
         lens = np.array(batch.context_lens, dtype=np.int32)
         positions = np.array(batch.positions, dtype=np.int64)
-        slots = np.array(batch.slots, dtype=np.int64)
+        places = [_places(batch.slots, batch.block_tables, pools.first)]
+        for rows, pool in zip(batch.others, pools.pools[1:], strict=True):
+            places.append(_places(rows.slots, rows.block_tables, pool))
         views.x.fill(0)
         kernels = self._kernels
         delta = self._embed(batch)
-        for layer, w in enumerate(self._weights.layers):
-            k, v = pool.k[layer], pool.v[layer]
+        for w, (k, v, group) in zip(self._weights.layers, pools.planes, strict=True):
+            slots, tables = places[group]
+            attention = attentions[group] if attentions else None
             kernels.add_rms_norm(views.x, kernel_view(delta), w.attn_norm, self._eps, views.normed_np)
             qkv = kernel_view(w.qkv(views.normed))
             kernels.rotate_and_write(qkv, self._cos, self._sin, positions, slots, k, v, views.q)
@@ -211,3 +227,9 @@ class LlamaShard:
             rows[torch.from_numpy(~mine)] = 0
         self.collective.all_reduce(rows)
         return rows
+
+
+def _places(slots: np.ndarray, block_tables: np.ndarray, pool: KVPool) -> tuple[np.ndarray, np.ndarray]:
+    """Slots `[T]` and tile tables `[S, max_tiles]` of one cache group, as kernels take them."""
+    tables = split_table(block_tables, pool.tiles_per_block)
+    return np.array(slots, dtype=np.int64), np.array(tables, dtype=np.int32)

@@ -7,7 +7,7 @@ the ranks through step plans can still look at them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,10 +16,13 @@ import numpy.typing as npt
 import torch
 
 from copyhold.kernels.batch import StepBatch
+from copyhold.kernels.cache_pools import CachePools
+from copyhold.kernels.errors import KernelContractMismatch
 from copyhold.kernels.interface import KVDtype
 from copyhold.kernels.pool import KVPool
 
 from .collective import Collective, SingleProcess
+from .layer_groups import LayerGroup, one_group
 from .llama import Attention, LlamaShard
 from .manifest import ConvertedCheckpoint
 from .thread_collective import ThreadMeeting
@@ -34,9 +37,9 @@ class ObservedShard(LlamaShard):
 
     last_logits: torch.Tensor
 
-    def forward(self, batch: StepBatch, attention: Attention | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, attentions: Sequence[Attention | None] = ()) -> torch.Tensor:
         """As `LlamaShard.forward`."""
-        self.last_logits = super().forward(batch, attention)
+        self.last_logits = super().forward(batch, attentions)
         return self.last_logits
 
 
@@ -65,11 +68,17 @@ class ShardSet:
     def tp_size(self) -> int:
         return self.checkpoint.tp_size
 
-    def new_pools(self, num_blocks: int, block_size: int) -> list[KVPool]:
-        """Give every rank a fresh pool; the old ones are dropped with their K/V."""
-        for shard in self.shards:
-            shard.pool = self._pool(len(shard.partition.kv_heads), num_blocks, block_size)
-        return [shard.pool for shard in self.shards]
+    def new_pools(self, num_blocks: int, block_size: int) -> list[CachePools]:
+        """Give every rank a fresh pool for all layers; the old ones are dropped with their K/V."""
+        return self.new_group_pools(one_group(self.checkpoint.config.num_layers, block_size), [num_blocks])
+
+    def new_group_pools(self, groups: Sequence[LayerGroup], num_blocks: Sequence[int]) -> list[CachePools]:
+        """Give every rank fresh pools, one a group. Raises: `KernelContractMismatch` for groups that are no division
+        of the model's layers; nothing was replaced then."""
+        made = [self._pools(len(shard.partition.kv_heads), groups, num_blocks) for shard in self.shards]
+        for shard, pools in zip(self.shards, made, strict=True):
+            shard.pools = pools
+        return made
 
     def each(self, work: Callable[[ObservedShard], _Result]) -> list[_Result]:
         """`work` on every rank at once, results in rank order; the first failure is raised."""
@@ -97,13 +106,20 @@ class ShardSet:
             checkpoint.config,
             part,
             checkpoint.shard_path(rank),
-            self._pool(len(part.kv_heads), 1, 16),
+            self._pools(len(part.kv_heads), one_group(checkpoint.config.num_layers, 16), [1]),
             collective,
             self._max_batch_tokens,
             checkpoint.dtype,
             self.deterministic,
         )
 
-    def _pool(self, kv_heads: int, num_blocks: int, block_size: int) -> KVPool:
+    def _pools(self, kv_heads: int, groups: Sequence[LayerGroup], num_blocks: Sequence[int]) -> CachePools:
         config = self.checkpoint.config
-        return KVPool(config.num_layers, num_blocks, kv_heads, config.head_dim, block_size, self.kv_dtype)
+        covered = sum(len(group.layers) for group in groups)
+        if covered != config.num_layers:
+            raise KernelContractMismatch(f"groups of {covered} layers for a model of {config.num_layers}")
+        pools = [
+            KVPool(len(group.layers), count, kv_heads, config.head_dim, group.block_size, self.kv_dtype)
+            for group, count in zip(groups, num_blocks, strict=True)
+        ]
+        return CachePools(pools, [group.layers for group in groups])

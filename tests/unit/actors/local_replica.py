@@ -20,12 +20,13 @@ from copyhold.actors.messages import Admitted, Failed, Finished, ReuseReceipt, S
 from copyhold.actors.plan import KVAuditOrder, PurgeOrder, StepEvidence, StepPlan
 from copyhold.actors.scheduler import Scheduler
 from copyhold.actors.submission import Entry, Submission
-from copyhold.actors.world import world_of
+from copyhold.actors.world import grouped_world
+from copyhold.kernels.cache_pools import CachePools
 from copyhold.kernels.choices import SharedPrefix
 from copyhold.kernels.pool import KVPool
 from copyhold.kvcore.audit import audit
 from copyhold.kvcore.commands import Scope
-from copyhold.kvcore.identity import chain_digests
+from copyhold.kvcore.identity import chain_digests, world_digest
 from copyhold.models.collective import SingleProcess
 from copyhold.models.llama import LlamaShard
 from copyhold.models.manifest import ConvertedCheckpoint
@@ -95,13 +96,14 @@ class LocalReplica:
         wrap: Wrap = lambda _, rank: rank,
         pools: Callable[[int], type[KVPool]] = lambda _: KVPool,
         shared_prefix: SharedPrefix = "auto",
+        other_block_sizes: tuple[int, ...] = (),
     ) -> None:
         self.meeting = ThreadMeeting(checkpoint.tp_size)
-        self.world = world_of(checkpoint, BLOCK)
-        shape = ReplicaShape(num_blocks, BLOCK, max_requests, 512, chunk_tokens, step_tokens, shared_prefix)
-        shards = [
-            self._shard(checkpoint, rank, pools(rank), num_blocks) for rank in range(checkpoint.tp_size)
-        ]
+        shape = ReplicaShape(
+            num_blocks, BLOCK, max_requests, 512, chunk_tokens, step_tokens, shared_prefix, other_block_sizes
+        )
+        self.world = world_digest(grouped_world(checkpoint, shape.groups(checkpoint.config.num_layers)))
+        shards = [self._shard(checkpoint, rank, pools(rank), shape) for rank in range(checkpoint.tp_size)]
         self.rank_set = RankSet(self.world, shards, shape, wrap)
         self.pools, self.ranks, self.member = self.rank_set.pools, self.rank_set.ranks, self.rank_set.member
         self.published: list[tuple[str, int, int]] = []
@@ -111,10 +113,15 @@ class LocalReplica:
         self._requests = 0
 
     def _shard(
-        self, checkpoint: ConvertedCheckpoint, rank: int, kind: type[KVPool], num_blocks: int
+        self, checkpoint: ConvertedCheckpoint, rank: int, kind: type[KVPool], shape: ReplicaShape
     ) -> LlamaShard:
         config, part = checkpoint.config, checkpoint.partitions[rank]
-        pool = kind(config.num_layers, num_blocks, len(part.kv_heads), config.head_dim, BLOCK)
+        groups, specs = shape.groups(config.num_layers), shape.specs(config.num_layers)
+        made = [
+            kind(len(group.layers), spec.num_blocks, len(part.kv_heads), config.head_dim, group.block_size)
+            for group, spec in zip(groups, specs, strict=True)
+        ]
+        pool = CachePools(made, [group.layers for group in groups])
         collective = SingleProcess() if checkpoint.tp_size == 1 else self.meeting.collective(rank)
         return LlamaShard(config, part, checkpoint.shard_path(rank), pool, collective)
 
@@ -226,9 +233,11 @@ class LocalReplica:
     def worst_audit(self, namespace: str = "a") -> float:
         """Largest difference between any cached row of the namespace and a cold recompute, over all ranks."""
         worst = 0.0
-        for _, tokens, blocks in self.ledger.paths(namespace):
+        by_group = [self.ledger.paths(namespace, group) for group in range(len(self.ledger.group_tables))]
+        for (_, tokens, blocks), *others in zip(*by_group, strict=True):
             ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-            order = KVAuditOrder(ids, tuple(blocks.tolist()), tuple(range(len(tokens))))
+            other_blocks = tuple(tuple(path.tolist()) for _, _, path in others)
+            order = KVAuditOrder(ids, tuple(blocks.tolist()), tuple(range(len(tokens))), other_blocks)
             for report in self.step(order=order) or []:
                 assert report.audit is not None and report.audit.rows_compared > 0
                 worst = max(worst, report.audit.max_abs_difference)

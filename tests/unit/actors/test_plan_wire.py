@@ -60,7 +60,7 @@ COMMANDS: list[Command] = [
     PackedComplete(12, bytes(32), bytes(8)),
 ]
 PURGE = PurgeOrder("tenant-a", 4, "nonce")
-AUDIT = KVAuditOrder(bytes(64), (5, 2), (0, 15))
+AUDIT = KVAuditOrder(bytes(64), (5, 2), (0, 15), ((1,),))
 RANK_EVIDENCE = RankEvidence(
     nonce="nonce",
     incarnation="replica-0.1",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tiny_checkpoint import make_tiny_checkpoint
@@ -72,7 +73,7 @@ def test_reuse_changes_nothing_and_really_happened(source: Path, capsys: pytest.
     assert bits and all(check["value"]["max_logit_deviation"] == 0 for check in bits)
 
 
-def test_a_quick_run_has_the_smallest_and_the_widest_cut(
+def test_a_quick_run_has_the_smallest_cut_the_widest_and_two_cache_groups(
     source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, document = run(source, capsys, "--quick")
@@ -80,6 +81,7 @@ def test_a_quick_run_has_the_smallest_and_the_widest_cut(
     assert {check["name"].split(":")[0] for check in document["checks"]} == {
         "tp 1, block 16, float32",
         "tp 3, block 16, float32",
+        "tp 1, blocks 16+32, float32",
         "block 8",
     }
 
@@ -122,7 +124,7 @@ def test_one_stale_row_in_a_cached_block_is_found(
     made = rank_module.Rank.__init__
 
     def noted(self, rank, incarnation, shard, pool, *others):
-        victim[:] = [pool]
+        victim[:] = [shard.pool]
         made(self, rank, incarnation, shard, pool, *others)
 
     monkeypatch.setattr(rank_module.Rank, "__init__", noted)
@@ -156,6 +158,93 @@ def test_a_lost_copy_is_found(
     monkeypatch.setattr(KVPool, "copy_rows", lambda pool, sources, targets, rows: None)
     code, document = run(source, capsys)
     assert code == 1 and failing(document) == {"forked and cut back"}
+
+
+@pytest.fixture
+def only_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer in blocks of 16, the second in blocks of 32."""
+    from copyhold.cluster import verify
+
+    case = VerifyCase(1, 16, "float32", other_block_sizes=(32,))
+    monkeypatch.setattr(verify, "verify_cases", lambda config, quick: [case])
+
+
+def test_two_cache_groups_are_both_hit_forked_copied_and_shared(
+    source: Path, only_two_groups: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, document = run(source, capsys)
+    assert code == 0 and document["not_applicable"] == []
+    counts = {
+        check["name"].rpartition(": ")[2]: check["value"]["counts"] for check in document["checks"][:-1]
+    }
+    assert set(counts) == KINDS | SHARED
+    assert counts["forked and cut back"]["copies"] and counts["forked and cut back"]["other_copies"]
+    for kind in ("prefix hit", "warm", "forked and cut back", *SHARED):
+        assert counts[kind]["shared_reads"] and counts[kind]["other_shared_reads"], kind
+    assert counts["prefix hit"]["cached_tokens"] % 32 == 0, "a page of the index is whole in both groups"
+    assert counts["after eviction"]["evicted"] and counts["preempted"]["preempted"]
+    rows = [check["value"]["rows_compared"] for check in document["checks"][:-1]]
+    assert min(rows) > 0
+
+
+def test_a_copy_that_is_lost_in_the_second_group_only_is_found(
+    source: Path, only_two_groups: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = KVPool.copy_rows
+
+    def lost(pool, sources, targets, rows):
+        if pool.block_size == 16:
+            honest(pool, sources, targets, rows)
+
+    monkeypatch.setattr(KVPool, "copy_rows", lost)
+    code, document = run(source, capsys)
+    assert code == 1 and failing(document) == {"forked and cut back"}
+
+
+def test_one_stale_row_in_a_cached_block_of_the_second_group_is_found(
+    source: Path, only_two_groups: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Row 19 of a block of 32 holds what another token left there, V only, when a hit reads it."""
+    honest = rank_module.other_rows
+
+    def stale(ledger, dispatch, batch, block_sizes):
+        for span in dispatch.rows:
+            if span.start >= 64 and span.count > 1:
+                block = int(ledger.group_tables[1][span.request.slot, 1])
+                (pool,) = [pool for pool in victim[0].pools if pool.block_size == 32]
+                pool.v[0, 2 * block + 1, :, 3] = pool.v[0, 2 * block + 1, :, 4]
+        return honest(ledger, dispatch, batch, block_sizes)
+
+    victim: list[Any] = []
+    made = rank_module.Rank.__init__
+
+    def noted(self, rank, incarnation, shard, pool, *others):
+        victim[:] = [shard.pools]
+        made(self, rank, incarnation, shard, pool, *others)
+
+    monkeypatch.setattr(rank_module.Rank, "__init__", noted)
+    monkeypatch.setattr(rank_module, "other_rows", stale)
+    code, document = run(source, capsys)
+    assert code == 1 and {"prefix hit", "warm"} <= failing(document)
+    assert "one-shot" not in failing(document)
+    assert any("stored rows differ" in check["detail"] for check in document["checks"])
+
+
+def test_a_wrong_table_of_the_second_group_is_found(
+    source: Path, only_two_groups: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names one block twice and another not at all; the first group's table is right."""
+    honest = rank_module.other_rows
+
+    def doubled(ledger, dispatch, batch, block_sizes):
+        (rows,) = honest(ledger, dispatch, batch, block_sizes)
+        if batch.num_seqs > 1 and batch.context_lens[1] > 2 * block_sizes[0]:
+            rows.block_tables[1, 1] = rows.block_tables[1, 0]
+        return (rows,)
+
+    monkeypatch.setattr(rank_module, "other_rows", doubled)
+    code, document = run(source, capsys)
+    assert code == 1 and {"one-shot", "warm", "forked and cut back"} <= failing(document)
 
 
 def test_a_rank_that_stops_is_a_finding_and_the_others_go_on(
@@ -222,4 +311,6 @@ def test_a_model_with_one_kv_head_is_verified_on_one_rank(tmp_path: Path) -> Non
 
     config: ModelConfig = read_manifest(convert(made, tmp_path / "cache", 1).path).config
     assert {case.tp for case in verify_cases(config, quick=False)} == {1}
+    alone = msgspec.structs.replace(config, num_layers=1)
+    assert not any(case.other_block_sizes for case in verify_cases(alone, quick=False))
     assert set(verify_plan.BOUNDS) == set(verify_plan.ROW_BOUND_SHARES)
