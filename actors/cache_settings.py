@@ -7,14 +7,12 @@ refused by name (K200), wherever a policy is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import msgspec
 
 from copyhold.kvcore.contract_errors import LossyEvictionInExactMode
 
 from .compared_policies import Gdsf, Lhd, S3Fifo, Sieve, WTinyLfu
-from .cost_policy import CostAware
 from .policies import RECENCY_RULES, Fifo, Filo, Lfu, Lru, Mru, Policy, RecencyRule, SegmentedLru
 from .retention import RetentionLimits
 from .shares import ShareSettings
@@ -24,13 +22,21 @@ MakePolicy = Callable[[int, int], Policy]
 
 DEFAULT_POLICY = "cost"
 
+
+def _cost_aware(num_units: int, capacity: int, attention_pages: int = 0) -> Policy:
+    """Its loops are compiled, and a process that only reads settings does without the compiler."""
+    from .cost_policy import CostAware
+
+    return CostAware(num_units, capacity, attention_pages=attention_pages)
+
+
 SERVED_POLICIES: Mapping[str, MakePolicy] = {
     "lru": Lru,
     "lfu": Lfu,
     "fifo": Fifo,
     "priority": Lru,
     "slru": SegmentedLru,
-    "cost": CostAware,
+    "cost": _cost_aware,
 }
 """``priority`` is LRU below priorities; so is every other one below them, with its own order within a priority."""
 
@@ -79,7 +85,7 @@ class CacheSettings(msgspec.Struct, frozen=True):
     def make_policy(self, num_units: int, capacity: int) -> Policy:
         """A new policy of the chosen kind."""
         if self.policy == "cost":
-            return partial(CostAware, attention_pages=self.attention_pages)(num_units, capacity)
+            return _cost_aware(num_units, capacity, self.attention_pages)
         return LAB_POLICIES[self.policy](num_units, capacity)
 
 

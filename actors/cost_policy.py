@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import return_loops as loops
 from .policies import Units, Worth, ignore_freed
 from .return_model import BANDS, ReturnModel, bands_of
 
@@ -19,16 +20,19 @@ _REMEMBERED_LEAST = 1 << 16
 """Identities remembered by a small cache: returns take as long as in a big one."""
 _DEPTHS = 4
 """Depths by cost: a page of depth d costs (1 + d) times the first."""
-_USES = np.array([2, 3, 4, 5, 7, 11, 33])
-_AGES = 2.0 ** np.arange(9, 16)
-_SIZES = 8
-"""Sizes by octave, the last one open."""
-_REPLIES = 12
 
 
 def savings_rate(probability: float, tokens: int, ms_per_token: float, num_bytes: int) -> float:
     """Expected prefill milliseconds saved per byte and unit of time (K194)."""
     return probability * tokens * ms_per_token / num_bytes
+
+
+def warm_up() -> None:
+    """Compile the policy's loops, or load them from the package's cache: seconds once, then some tenths."""
+    policy = CostAware(4, 4)
+    for _ in range(2):
+        policy.published([0, 1], 0, [11, 12])
+        policy.held(np.arange(2), 1)
 
 
 class CostAware:
@@ -48,18 +52,12 @@ class CostAware:
         """``attention_pages``: depth at which attention costs as much as the rest of a page; 0: all pages cost alike."""
         self.attention_pages = attention_pages
         self._tick = 1
-        self._last_use = np.zeros(num_units, dtype=np.int64)
-        self._level = np.zeros(num_units, dtype=np.int64)
-        self._depth = np.zeros(num_units, dtype=np.int64)
-        self._print = np.zeros(num_units, dtype=np.uint64)
+        self._cells = np.zeros((num_units, 4), dtype=np.int64)
         size = 1 << (max(remembered * capacity, _REMEMBERED_LEAST) - 1).bit_length()
-        self._mask = np.uint64(size - 1)
-        self._known_print = np.zeros(size, dtype=np.uint64)
-        self._known_last = np.zeros(size, dtype=np.int64)
-        self._known_uses = np.zeros(size, dtype=np.int64)
-        self._known_run = np.full(size, -1, dtype=np.int64)
+        self._identities = np.zeros((size, 4), dtype=np.int64)
+        self._identities[:, loops.RUN] = -1
         first_band = int(bands_of(np.array([min(256, max(2, capacity // 4))]))[0])
-        self._returns = ReturnModel(_BAND_ODDS, _TRAIT_ODDS, len(_OFFSETS), first_band)
+        self._returns = ReturnModel(_BAND_ODDS, _TRAIT_ODDS, len(_TABLES), first_band)
         self._learn_every = max(64, capacity // learn_per_capacity)
         self._learn_at = self._learn_every
         self._fresh = [self._level_of_newcomer(0), self._level_of_newcomer(1)]
@@ -69,15 +67,17 @@ class CostAware:
         if count == 0:
             return
         self._tick += count
-        self._print[units] = np.asarray(prints, dtype=np.uint64)
-        self._depth[units] = self._depths(np.arange(first_page, first_page + count))
-        self._last_use[units] = self._tick
-        self._level[units] = round(self._fresh[first_page > 1])
+        fresh = np.empty((count, 4), dtype=np.int64)
+        fresh[:, loops.PRINT] = np.asarray(prints, dtype=np.uint64).view(np.int64)
+        fresh[:, loops.LAST] = self._tick
+        fresh[:, loops.LEVEL] = round(self._fresh[first_page > 1])
+        fresh[:, loops.DEPTH] = self._depths(np.arange(first_page, first_page + count))
+        self._cells[units] = fresh
 
     def touched(self, units: Units) -> None:
         if len(units):
             self._tick += len(units)
-            self._last_use[units] = self._tick
+            self._cells[units, loops.LAST] = self._tick
         if self._tick >= self._learn_at:
             self._learn_at = self._tick + self._learn_every
             self._returns.learn(float(self._tick))
@@ -85,37 +85,26 @@ class CostAware:
     def held(self, units: Units, reply_tokens: int = 0) -> None:
         if len(units) == 0:
             return
-        chosen = np.asarray(units, dtype=np.int64)
-        prints = self._print[chosen]
-        slots = (prints & self._mask).astype(np.int64)
-        known = self._known_print[slots] == prints
-        ages = np.where(known, self._last_use[chosen] - self._known_last[slots], 0)
-        runs = np.where(known, self._known_run[slots], -1)
-        self._returns.came_back(runs[runs >= 0], ages[runs >= 0].astype(np.float64))
-        uses = np.where(known, self._known_uses[slots] + 1, 1)
-        traits = _traits(uses, ages, known, reply_tokens)
-        starts = np.flatnonzero(np.concatenate([[True], (traits[1:] != traits[:-1]).any(axis=1)]))
-        lengths = np.diff(np.append(starts, len(chosen)))
-        levels = self._returns.level(traits[starts])
-        serials = self._returns.follow(traits[starts], float(self._tick))
-        self._level[chosen] = np.repeat(levels, lengths)
-        self._last_use[chosen] = self._tick
-        self._known_print[slots] = prints
-        self._known_last[slots] = self._tick
-        self._known_uses[slots] = uses
-        self._known_run[slots] = -1
-        self._known_run[slots[starts + lengths - 1]] = serials
+        chosen, cells, identities = np.asarray(units, dtype=np.int64), self._cells, self._identities
+        blocks, known, traits, ends, had_runs = loops.read_path(chosen, cells, identities, reply_tokens)
+        if len(had_runs):
+            self._returns.came_back(blocks[had_runs, 2], blocks[had_runs, 3])
+        levels = self._returns.level(traits)
+        serials = self._returns.follow(traits, float(self._tick))
+        loops.write_path(chosen, cells, identities, blocks, ends, levels, serials, self._tick)
         if not known[-1]:
             again = int(np.count_nonzero(known) > 1)
-            self._fresh[again] += 0.05 * (float(self._level[chosen[len(chosen) - 2]]) - self._fresh[again])
+            self._fresh[again] += 0.05 * (
+                cells.item(chosen[len(chosen) - 2], loops.LEVEL) - self._fresh[again]
+            )
 
     freed = ignore_freed
 
     def lane(self, unit: int) -> int:
-        return int(self._level[unit] * _DEPTHS + self._depth[unit])
+        return self._cells.item(unit, loops.LEVEL) * _DEPTHS + self._cells.item(unit, loops.DEPTH)
 
     def key(self, unit: int) -> float:
-        return float(self._last_use[unit])
+        return float(self._cells.item(unit, loops.LAST))
 
     def worth(self, lane: int, key: float) -> Worth:
         rate = self._returns.rate(lane // _DEPTHS, self._tick - key)
@@ -132,29 +121,8 @@ class CostAware:
 
     def _level_of_newcomer(self, again: int) -> float:
         known = np.array([bool(again)] * 4 + [False] * 4)
-        traits = _traits(np.where(known, 2, 1), np.where(known, 4096, 0), known, 0)
+        traits = loops.path_traits(np.where(known, 2, 1), np.where(known, 4096, 0), known, 0)
         return float(self._returns.level(traits[-2:-1])[0])
-
-
-def _octave(value: int) -> int:
-    return min(max(value, 1).bit_length() - 1, _SIZES - 1)
-
-
-def _traits(uses: np.ndarray, ages: np.ndarray, known: np.ndarray, reply_tokens: int) -> np.ndarray:
-    """``[blocks, traits]``: indexes into the trait odds, for the blocks of one path."""
-    count = len(uses)
-    unknown = np.flatnonzero(~known)
-    reused = int(unknown[0]) if len(unknown) else count
-    kind = _SIZES if reused > 1 else 0
-    traits = np.empty((count, len(_OFFSETS)), dtype=np.int64)
-    traits[:, 0] = np.searchsorted(_USES, uses, side="right")
-    traits[:, 1] = np.where(known, 1 + np.searchsorted(_AGES, ages, side="right"), 0)
-    traits[:, 2] = kind + _octave(count - reused)
-    traits[:, 3] = kind + _octave(count)
-    traits[:, 4] = 0
-    traits[-1, 4] = 1
-    traits[:, 5] = min(max(reply_tokens, 0).bit_length(), _REPLIES - 1)
-    return traits + _OFFSETS
 
 
 _TABLES: tuple[tuple[float, ...], ...] = (
@@ -171,7 +139,7 @@ _TABLES: tuple[tuple[float, ...], ...] = (
     # Tokens of the reply: unknown, 1, 2 to 3, ...: no answer, no next question.
     (0.2, 1.1, -0.5, -0.15, 0.2, 0.15, 0.6, 0.3, 0.3, 0.2, 0.3, 0.4),
 )
-_OFFSETS = np.concatenate([[0], np.cumsum([len(one) for one in _TABLES])[:-1]]).astype(np.int64)
+assert tuple(map(len, _TABLES)) == loops.TRAIT_VALUES
 _TRAIT_ODDS = np.concatenate([np.array(one) for one in _TABLES])
 _BAND_ODDS = np.interp(
     np.arange(BANDS),

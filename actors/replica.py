@@ -108,11 +108,13 @@ class Replica(OperatorCalls):
         # The ledger and its compiled loops are for this process; whoever only creates the actor does without them.
         from copyhold.kvcore.warm_up import warm_up
 
+        from .cost_policy import warm_up as warm_up_policy
         from .engine import Engine
         from .scheduler import Scheduler, StepBudget
 
         self._authority, self._coordinator = authority, coordinator
         await asyncio.to_thread(warm_up)
+        await asyncio.to_thread(warm_up_policy)
         await asyncio.to_thread(self._listener.accept_all, self._spec.step_timeout_s)
         record = IncarnationRecord(
             self._spec.incarnation, self._spec.name, self._spec.ranks, rank_public_keys

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .return_loops import best_rates, follow_runs, levels_of, note_returns
+
 BANDS = 44
 """Ages in half octaves, from 1."""
 LEVELS, LEVEL_STEP = 32, 0.5
@@ -52,8 +54,7 @@ class ReturnModel:
 
     def level(self, traits: np.ndarray) -> np.ndarray:
         """Levels of runs ``[runs, traits]``: their log-odds against the bands', rounded."""
-        sums = self._trait_odds[traits].sum(axis=-1)
-        return np.clip(np.rint(sums / LEVEL_STEP).astype(np.int64) + LEVELS // 2, 0, LEVELS - 1)
+        return levels_of(self._trait_odds, traits, LEVEL_STEP, LEVELS)
 
     def rate(self, level: int, age: float) -> float:
         """Best expected returns per unit of time from here on."""
@@ -62,30 +63,24 @@ class ReturnModel:
 
     def follow(self, traits: np.ndarray, now: float) -> np.ndarray:
         """Follow these runs from now on; their serial numbers."""
-        serials = np.arange(self._next, self._next + len(traits))
-        places = serials % REMEMBERED
-        self._traits[places] = traits
-        self._ended[places] = now
-        self._back[places] = np.inf
+        serials = follow_runs(self._traits, self._ended, self._back, traits, self._next, now)
         self._next += len(traits)
         return serials
 
     def came_back(self, serials: np.ndarray, ages: np.ndarray) -> None:
         """These runs came back at these ages; what was forgotten is ignored."""
-        known = serials >= max(0, self._next - REMEMBERED)
-        places = serials[known] % REMEMBERED
-        np.minimum.at(self._back, places, ages[known])
+        note_returns(self._back, serials, ages, max(0, self._next - REMEMBERED))
 
     def learn(self, now: float) -> None:
         """Take a step for every band that runs have lived through since the last call."""
         oldest = max(0, self._next - REMEMBERED)
+        places = np.arange(oldest, self._next) % REMEMBERED
+        lived_up_to = oldest + np.searchsorted(self._ended[places], now - _EDGES[1:], side="right")
         for band in range(self._first, BANDS):
             begin = max(oldest, int(self._seen_up_to[band]))
-            recent = np.arange(begin, self._next) % REMEMBERED
-            end = begin + int(np.searchsorted(self._ended[recent], now - _EDGES[band + 1], side="right"))
-            self._seen_up_to[band] = end
+            end = self._seen_up_to[band] = max(begin, int(lived_up_to[band]))
             if end > begin:
-                self._step(band, recent[: end - begin])
+                self._step(band, places[begin - oldest : end - oldest])
         self._derive()
 
     def _step(self, band: int, places: np.ndarray) -> None:
@@ -119,9 +114,4 @@ class ReturnModel:
         there = np.concatenate([ones, np.cumprod(1.0 - hazard, axis=1)], axis=1)
         held = np.cumsum((there[:, 1:] + there[:, :-1]) / 2 * _WIDTHS, axis=1)
         held = np.concatenate([0.0 * ones, held], axis=1)
-        rates = np.empty((LEVELS, BANDS))
-        for band in range(BANDS):
-            gained = there[:, band : band + 1] - there[:, band + 1 :]
-            time = held[:, band + 1 :] - held[:, band : band + 1]
-            rates[:, band] = (gained / np.maximum(time, 1e-300)).max(axis=1)
-        self._table = rates.tolist()
+        self._table = best_rates(there, held).tolist()

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from copyhold.actors.cache_settings import DEFAULT_POLICY
+from copyhold.actors.cost_policy import warm_up as warm_up_policy
 from copyhold.actors.eviction import AHEAD
 from copyhold.kvcore.commands import Evict, Publish, Release
 from copyhold.kvcore.warm_up import warm_up
@@ -59,6 +60,7 @@ def run_prefix_bench(runs: int, plays: int, requests: int, with_peers: bool, say
     """All rows, the peers' in the same call."""
     machine = Machine()
     warm_up()
+    warm_up_policy()
     peers: Mapping[str, Samples] = {}
     notes: tuple[str, ...] = ()
     churn, long_prompt = make_churn(requests), random_tokens(LONG_TOKENS, 7)

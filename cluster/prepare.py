@@ -36,13 +36,15 @@ def prepared_model(run_dir: str | Path) -> PreparedModel:
 
 
 def compile_kernels(kv_dtype: KVDtype = "float32") -> None:
-    """Fill the package's own caches: attention, sums over ranks, the ledger's loops. Seconds once, then nothing."""
+    """Fill the package's own caches: attention, sums over ranks, the loops of ledger and policy. Seconds once, then nothing."""
+    from copyhold.actors import cost_policy
     from copyhold.kernels import cpu, exchange
     from copyhold.kvcore import warm_up as ledger
 
     cpu.warm_up(kv_dtype)
     exchange.warm_up()
     ledger.warm_up()
+    cost_policy.warm_up()
 
 
 def main(argv: list[str]) -> int:

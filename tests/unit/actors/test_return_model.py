@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from copyhold.actors.cost_policy import CostAware, savings_rate
+from copyhold.actors.return_loops import follow_runs, levels_of, note_returns, read_path, write_path
 from copyhold.actors.return_model import BANDS, REMEMBERED, ReturnModel, bands_of
 from copyhold.cluster.lab_trace import Trace, replay
 
@@ -90,6 +91,35 @@ def test_the_length_of_a_reply_is_one_of_the_things_learnt():
     policy.published([3, 4, 5], 0, [21, 22, 23])
     policy.held([3, 4, 5], 700)
     assert policy.lane(3) != short
+
+
+def test_two_blocks_that_meet_in_one_cell_do_not_see_each_other():
+    cells = np.array([[5, 9, 0, 0], [5 + 64, 9, 0, 0]])
+    identities = np.zeros((64, 4), dtype=np.int64)
+    path = np.arange(2)
+    for known_before in ([False, False], [False, True]):
+        blocks, known, traits, ends, had_runs = read_path(path, cells, identities, 1)
+        assert blocks[:, 0].tolist() == [5, 5] and known.tolist() == known_before
+        write_path(
+            path, cells, identities, blocks, ends, np.zeros(len(ends), np.int64), np.full(len(ends), 3), 20
+        )
+        assert ends.tolist() == [0, 1] and len(traits) == 2, "the last block of a path is a run of its own"
+    assert had_runs.tolist() == [1] and blocks[1].tolist() == [5, 2, 3, 0]
+
+
+def test_levels_are_rounded_sums_of_the_traits_odds_within_their_range():
+    draw = np.random.default_rng(2)
+    odds, traits = draw.normal(0, 3, 20), draw.integers(0, 20, (200, 6))
+    expected = np.clip(np.rint(odds[traits].sum(axis=1) / 0.5) + 16, 0, 31)
+    assert (levels_of(odds, traits, 0.5, 32) == expected).all()
+
+
+def test_a_runs_first_return_counts_and_the_ring_forgets_what_it_overwrote():
+    followed, ended, back = np.zeros((4, 1), dtype=np.int64), np.zeros(4), np.zeros(4)
+    serials = follow_runs(followed, ended, back, np.array([[7], [8], [9]]), 3, 50.0)
+    assert serials.tolist() == [3, 4, 5] and followed[:, 0].tolist() == [8, 9, 0, 7]
+    note_returns(back, np.array([3, 3, 5, 1]), np.array([9, 4, 6, 1]), 2)
+    assert back.tolist() == [np.inf, 6.0, 0.0, 4.0]
 
 
 FIXTURES = json.loads((Path(__file__).parents[2] / "data" / "fixtures.json").read_text())["fixtures"]
