@@ -52,8 +52,11 @@ class Engine:
         executor: StepExecutor,
         may_serve: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
+        """``flush``: called on the engine's thread whenever streams may have been sent something."""
         self._scheduler = scheduler
+        self._flush = flush
         self._executor = executor
         self._may_serve = may_serve
         self._clock = clock
@@ -128,11 +131,13 @@ class Engine:
         try:
             while not self._stopping:
                 self._take_calls(block=self._scheduler.idle)
+                self._flush()
                 if self._stopping:
                     break
                 if not self._may_serve():
                     raise ReplicaStopped("the serving lease was lost")
                 plan = self._scheduler.plan()
+                self._flush()
                 if plan is None and self._clock() - self._last_step_s >= HEARTBEAT_S:
                     plan = self._scheduler.heartbeat()
                 if plan is not None:
@@ -154,6 +159,7 @@ class Engine:
         self._step_s += finished_s - started_s
         self._execution_s += max(report.execution_ns for report in evidence) / 1e9
         self._scheduler.complete(plan, evidence, finished_s)
+        self._flush()
         return evidence
 
     def _ask_ranks(
@@ -194,6 +200,7 @@ class Engine:
         with self._handing_over:
             self._stopping = True  # what was handed over is in the inbox now, and nothing follows
         self._scheduler.fail_all(Failed(failure.kind, str(failure)))
+        self._flush()
         while True:
             try:
                 item = self._inbox.get_nowait()

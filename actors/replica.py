@@ -34,10 +34,12 @@ from .errors import ActorError, InvalidRequest
 from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
 from .operator_calls import OperatorCalls
+from .outlet import Outlets
 from .plan import PurgeOrder
 from .pool_figures import PoolFigures
 from .receipt_store import keep_receipt
 from .recording_settings import RecordingSettings
+from .releases import Releases
 from .request_counts import RequestCounts
 from .routing import DIGEST_EVERY_TOKENS
 from .submission import Entry, Submission
@@ -86,6 +88,7 @@ class Replica(OperatorCalls):
         self._lease = LeaseHolder(spec.incarnation)
         self._sessions = SessionStore.connect(spec.sessions_store)
         self._entries: dict[str, Entry] = {}
+        self._outlets = Outlets()
         self._routable: dict[tuple[str, int], dict[bytes, int]] = {}
         self._secrets: dict[str, bytes] = {}
         self._engine: Engine | None = None
@@ -135,7 +138,13 @@ class Replica(OperatorCalls):
             genesis, budget, self._published, self._spec.cache, recording=self._recording
         )
         executor = ChannelExecutor(self._listener, self._spec.step_timeout_s)
-        self._engine = Engine(self._scheduler, executor, lambda: self._lease.holds(time.monotonic()))
+        self._releases = Releases(self._loop)
+        self._engine = Engine(
+            self._scheduler,
+            executor,
+            lambda: self._lease.holds(time.monotonic()),
+            flush=self._releases.flush,
+        )
         self._engine.start()
         await coordinator.attach.remote(self._spec.name, self._spec.incarnation)
         self._tasks.append(asyncio.create_task(self._keep_lease()))
@@ -147,6 +156,7 @@ class Replica(OperatorCalls):
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop, self._spec.step_timeout_s)
         self._listener.close()
+        self._outlets.close()
 
     async def drain(self) -> dict[str, int]:
         """Admit nothing more; running requests go on. Returns what is still running and waiting."""
@@ -155,6 +165,15 @@ class Replica(OperatorCalls):
         return {"running": running, "waiting": waiting}
 
     # -- one request --------------------------------------------------------------------------------------------
+
+    async def open(self, request: GenerateRequest, outlet: str) -> None:
+        """Generate; what is released leaves through ``parcels`` of that outlet."""
+        self._outlets.forward(outlet, request.request_id, self.generate(request))
+
+    async def parcels(self, outlet: str) -> AsyncIterator[bytes]:
+        """Everything that the requests of one outlet are sent, until the replica stops."""
+        async for message in self._outlets.parcels(outlet):
+            yield message
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[StreamItem]]:
         """Stream of item lists; one list holds whatever the engine released since the last."""
@@ -165,14 +184,10 @@ class Replica(OperatorCalls):
             return
         engine = self._serving_engine()
         items: asyncio.Queue[StreamItem] = asyncio.Queue()
-
-        def put(item: StreamItem) -> None:
-            self._loop.call_soon_threadsafe(items.put_nowait, item)
-
         submission = self._submission(request)
         self._secrets[request.request_id] = request.secret
         try:
-            entry = await asyncio.wrap_future(engine.submit(submission, put))
+            entry = await asyncio.wrap_future(engine.submit(submission, self._releases.sink(items)))
         except ActorError as error:
             self._secrets.pop(request.request_id, None)
             failed = Failed(error.kind, error.message if isinstance(error, InvalidRequest) else str(error))

@@ -1,8 +1,8 @@
 """The gateway's backend on Ray: authority, coordinator and replicas behind the gateway's protocol.
 
-Owns no state but the handles. Order of every tenant call: authorize at the authority, then route, then generate; a stale
-route is asked for again once. Refusals travel as values, not as remote exceptions, so that no traceback crosses and
-equal refusals stay equal (SECURITY.md, "Refusals").
+Owns the handles of replicas and one subscription to each. Order of every tenant call: authorize at the authority, then route,
+then generate; a stale route is asked for again once. Refusals travel as values, not as remote exceptions, so that no traceback
+crosses and equal refusals stay equal (SECURITY.md, "Refusals").
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from copyhold.actors.errors import ActorError, ServiceUnavailable
-from copyhold.actors.messages import Failed, GenerateRequest, ReuseReceipt, RouteReceipt, StreamItem
+from copyhold.actors.messages import Failed, Finished, GenerateRequest, ReuseReceipt, RouteReceipt, StreamItem
 from copyhold.actors.receipt_store import load_receipt
 from copyhold.actors.retention import DEFAULT_RETENTION, Retention
 from copyhold.actors.routing import DIGEST_EVERY_TOKENS
@@ -29,6 +29,7 @@ from copyhold.namespace.grants import Grant
 from copyhold.namespace.sessions import SessionStore
 
 from .ray_retry import RetryingGeneration
+from .ray_subscription import Items, Subscription
 
 _READY_TIMEOUT_S = 4.0
 
@@ -36,18 +37,17 @@ _READY_TIMEOUT_S = 4.0
 class RayGeneration:
     """One running request on a replica actor."""
 
-    def __init__(self, replica: Any, request: GenerateRequest, stream: Any) -> None:
+    def __init__(self, replica: Any, request: GenerateRequest, items: Items) -> None:
         self._replica = replica
         self._request = request
-        self._stream = stream
+        self._items = items
 
     async def __aiter__(self) -> AsyncIterator[StreamItem]:
-        try:
-            async for reference in self._stream:
-                for item in await reference:
-                    yield item
-        except RayError as error:
-            yield Failed("replica_stopped", f"the replica is gone ({type(error).__name__})")
+        while True:
+            item = await self._items.get()
+            yield item
+            if isinstance(item, Finished | Failed):
+                return
 
     async def cancel(self) -> None:
         """Release the request's blocks; a request that has ended is left alone."""
@@ -76,6 +76,7 @@ class RayTenantBackend:
         self._coordinator = coordinator
         self._sessions = sessions
         self._replicas: dict[str, Any] = {}
+        self._subscriptions: dict[str, Subscription] = {}
 
     async def authorize(self, credential: str, namespace: str | None, request_id: str) -> Authorization:
         """Raises ``Unauthenticated``, ``NotFound``, ``ServiceUnavailable``."""
@@ -115,9 +116,13 @@ class RayTenantBackend:
         return self._started(msgspec.structs.replace(request, route=route))
 
     def _started(self, request: GenerateRequest) -> RayGeneration:
-        replica = self._replica(request.route.incarnation)
-        stream = replica.generate.options(num_returns="streaming").remote(request)
-        return RayGeneration(replica, request, stream)
+        incarnation = request.route.incarnation
+        replica = self._replica(incarnation)
+        subscription = self._subscriptions.get(incarnation)
+        if subscription is None or subscription.over:
+            self._subscriptions = {name: one for name, one in self._subscriptions.items() if not one.over}
+            subscription = self._subscriptions[incarnation] = Subscription(replica)
+        return RayGeneration(replica, request, subscription.start(request))
 
     async def receipt(self, authorization: Authorization, receipt_id: str) -> ReuseReceipt:
         """The tenant's own receipt. Raises ``NotFound`` for an absent, foreign or revoked one alike."""
