@@ -46,16 +46,15 @@ class Outlets:
         """All parcels there are, message by message, until the outlets close. Ended early, it ends its requests."""
         outlet = self._outlet(name)
         try:
-            while (parcels := await outlet.take()) or not outlet.closed:
-                if parcels:
-                    yield _encoder.encode(parcels)
+            while parcels := await outlet.take():
+                yield _encoder.encode(parcels)
         finally:
             outlet.cancel()
             if self._open.get(name) is outlet:
                 del self._open[name]
 
     def close(self) -> None:
-        """Let every outlet end once it is empty: the replica is stopping and its streams have ended."""
+        """Let every outlet end with its requests: the replica is stopping and admits none."""
         for outlet in self._open.values():
             outlet.close()
 
@@ -69,26 +68,32 @@ class _Outlet:
         self._filled = asyncio.Event()
         # The event loop keeps weak references to tasks only.
         self._forwarding: set[asyncio.Task[None]] = set()
-        self.closed = False
+        self._closed = False
 
     def forward(self, request_id: str, stream: AsyncIterator[list[StreamItem]]) -> None:
         task = asyncio.ensure_future(self._forward(request_id, stream))
         self._forwarding.add(task)
-        task.add_done_callback(self._forwarding.discard)
+        task.add_done_callback(self._forwarded)
 
     async def take(self) -> list[Parcel]:
-        await self._filled.wait()
-        self._filled.clear()
+        """What waits, at least one parcel; nothing once the outlet is closed and its requests have ended."""
+        while not self._parcels and (self._forwarding or not self._closed):
+            self._filled.clear()
+            await self._filled.wait()
         taken, self._parcels = self._parcels, []
         return taken
 
     def close(self) -> None:
-        self.closed = True
+        self._closed = True
         self._filled.set()
 
     def cancel(self) -> None:
         for task in self._forwarding:
             task.cancel()
+
+    def _forwarded(self, task: asyncio.Task[None]) -> None:
+        self._forwarding.discard(task)
+        self._filled.set()
 
     async def _forward(self, request_id: str, stream: AsyncIterator[list[StreamItem]]) -> None:
         try:

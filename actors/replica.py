@@ -32,7 +32,7 @@ from copyhold.namespace.store_target import StoreTarget
 from .cache_settings import DEFAULT_CACHE, CacheSettings
 from .errors import ActorError, InvalidRequest
 from .executor import ChannelExecutor
-from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem
+from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem, TokenChunk
 from .operator_calls import OperatorCalls
 from .outlet import Outlets
 from .plan import PurgeOrder
@@ -207,6 +207,9 @@ class Replica(OperatorCalls):
                     if isinstance(item, Admitted):
                         expected = request.route.expected_hit_tokens
                         self._counts.count_route(expected, item.receipt.cached_tokens)
+                if ended and all(isinstance(item, TokenChunk) for item in batch[:-1]) and batch[:-1]:
+                    yield batch[:-1]  # tokens do not wait until the whole receipt is kept
+                    batch = batch[-1:]
                 await self._keep_receipts(request, batch)
                 yield batch
         finally:

@@ -164,9 +164,12 @@ class LlamaShard:
         """
         if logits.shape[0] == 0:
             return np.empty(0, dtype=np.int64)
-        best, index = logits.max(dim=1)
-        pair = torch.stack([best.double(), (index + self.partition.vocab.start).double()])
-        pairs = torch.stack(self.collective.all_gather(pair)).numpy()
+        rows = logits.numpy()
+        index = rows.argmax(axis=1)  # a NaN counts as largest, and is found below
+        pair = np.stack([rows[np.arange(len(rows)), index], index + self.partition.vocab.start]).astype(
+            np.float64
+        )
+        pairs = torch.stack(self.collective.all_gather(torch.from_numpy(pair))).numpy()
         if np.isnan(pairs[:, 0]).any():
             raise NonFiniteLogits("a row's best logit is not a number")
         winner = pairs[:, 0].argmax(axis=0)
