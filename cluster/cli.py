@@ -288,8 +288,11 @@ def _tenant_get(url: str, path: str, key: str) -> dict[str, Any]:
 
 
 def _flat_text(value: dict[str, Any], prefix: str = "") -> str:
+    """One line a value; objects in a list are numbered."""
     lines: list[str] = []
     for name, entry in value.items():
+        if isinstance(entry, list) and entry and isinstance(entry[0], dict):
+            entry = dict(enumerate(entry))
         if isinstance(entry, dict) and entry:
             lines.append(_flat_text(entry, f"{prefix}{name}."))
         else:
