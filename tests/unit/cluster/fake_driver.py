@@ -54,7 +54,14 @@ class Admin(BaseHTTPRequestHandler):
         if self.path == "/admin/tenants":
             self._answer(200, {"tenants": list(self.tenants.values())})
         elif self.path == "/admin/status":
-            self._answer(200, {"ready": True, "pool": {"free": 3}})
+            self._answer(
+                200,
+                {
+                    "ready": True,
+                    "pool": {"free": 3},
+                    "replicas": [{"running": 0, "block_bytes": [8192, 4096]}],
+                },
+            )
         else:
             self._answer(404, {"error": {"type": "not_found", "message": "no such thing"}})
 

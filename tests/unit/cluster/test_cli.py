@@ -144,7 +144,16 @@ def test_serve_status_tenants_and_stop_work_together(
         assert "copyhold stop" in lines[3]
 
         assert cli.run(["status", "--json", *state_options]) == 0
-        assert json.loads(capsys.readouterr().out) == {"ok": True, "ready": True, "pool": {"free": 3}}
+        replicas = [{"running": 0, "block_bytes": [8192, 4096]}]
+        answer = {"ok": True, "ready": True, "pool": {"free": 3}, "replicas": replicas}
+        assert json.loads(capsys.readouterr().out) == answer
+        assert cli.run(["status", *state_options]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            "ready: True",
+            "pool.free: 3",
+            "replicas.0.running: 0",
+            "replicas.0.block_bytes: [8192, 4096]",
+        ]
         assert (
             cli.run(["tenants", "create", "cyan", "--namespace", "a", "--namespace", "b", *state_options])
             == 0
