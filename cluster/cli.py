@@ -292,7 +292,7 @@ def _flat_text(value: dict[str, Any], prefix: str = "") -> str:
     lines: list[str] = []
     for name, entry in value.items():
         if isinstance(entry, list) and entry and isinstance(entry[0], dict):
-            entry = dict(enumerate(entry))
+            entry = {str(number): member for number, member in enumerate(entry)}
         if isinstance(entry, dict) and entry:
             lines.append(_flat_text(entry, f"{prefix}{name}."))
         else:
