@@ -55,7 +55,9 @@ def digest(logits: list[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(row.tobytes() for row in logits)).hexdigest()
 
 
-def play(shards: ShardSet, seed: int) -> tuple[list[tuple[int, InProcessStream]], Counter[str]]:
+def play(
+    shards: ShardSet, seed: int, other_block_sizes: tuple[int, ...] = ()
+) -> tuple[list[tuple[int, InProcessStream]], Counter[str]]:
     """One random schedule: who comes when, cut how, in how much memory; (prompt, stream) of every request."""
     rng = np.random.default_rng(seed)
     longest = max(len(prompt) for prompt in PROMPTS) + NEW_TOKENS
@@ -65,6 +67,7 @@ def play(shards: ShardSet, seed: int) -> tuple[list[tuple[int, InProcessStream]]
         max_requests=int(rng.integers(1, 7)),
         chunk_tokens=int(rng.integers(1, 65)),
         step_tokens=int(rng.integers(8, 129)),
+        other_block_sizes=other_block_sizes,
     )
     replica = InProcessReplica(shards, shape)
     streams: list[tuple[int, InProcessStream]] = []
@@ -93,6 +96,25 @@ def test_every_request_of_every_schedule_has_the_bits_it_has_alone(deterministic
             assert digest(stream.logits) == alone[number], f"schedule {seed}, prompt {number}"
     expected = ("hits", "shared_reads", "partial_chunks", "evicted", "preempted")
     assert all(happened[kind] >= 3 for kind in expected), happened
+
+
+@pytest.mark.parametrize("other_block_sizes", [(32,), (32, 16)], ids=str)
+def test_layers_divided_among_cache_groups_change_no_bit(
+    tmp_path: Path, other_block_sizes: tuple[int, ...]
+) -> None:
+    """Three layers in two and three groups; what a request has alone is computed through one table."""
+    shards = ranks(make_tiny_checkpoint(tmp_path / "three", num_layers=3), 1)
+    alone = [digest(list(cold_run(shards, prompt, NEW_TOKENS).logits)) for prompt in PROMPTS]
+    happened: Counter[str] = Counter()
+    for seed in range(200, 220):
+        streams, counts = play(shards, seed, other_block_sizes)
+        happened += counts
+        for number, stream in streams:
+            assert len(stream.logits) == NEW_TOKENS, (seed, number, stream.failure)
+            assert digest(stream.logits) == alone[number], f"schedule {seed}, prompt {number}"
+    shards.close()
+    expected = ("hits", "shared_reads", "other_shared_reads", "partial_chunks", "evicted", "preempted")
+    assert all(happened[kind] for kind in expected), happened
 
 
 def test_stored_rows_have_the_bits_of_a_cold_recompute(deterministic: ShardSet) -> None:
