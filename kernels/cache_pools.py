@@ -13,7 +13,7 @@ import numpy as np
 
 from .errors import KernelContractMismatch
 from .interface import KVRows, widen_rows
-from .pool import BlockIds, KVPool
+from .pool import KVPool
 
 
 class CachePools:
@@ -57,12 +57,13 @@ class CachePools:
     def total_bytes(self) -> int:
         return sum(pool.total_bytes for pool in self.pools)
 
-    def zero_blocks(self, parts: Iterable[BlockIds]) -> None:
+    def zero_blocks(self, parts: Iterable[Sequence[int]]) -> None:
         """Write zeros over these blocks of each group. Raises: `BlockOutOfRange`."""
         for group, blocks in enumerate(parts):
-            self.pools[group].zero_blocks(blocks)
+            if blocks:
+                self.pools[group].zero_blocks(blocks)
 
-    def count_nonzero_bytes(self, parts: Iterable[BlockIds]) -> int:
+    def count_nonzero_bytes(self, parts: Iterable[Sequence[int]]) -> int:
         """Bytes that are not zero in these blocks of each group. Raises: `BlockOutOfRange`."""
         return sum(self.pools[group].count_nonzero_bytes(blocks) for group, blocks in enumerate(parts))
 
