@@ -41,6 +41,8 @@ class VllmEngine:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            # A session of its own, as the server's processes have: Linux shares a busy machine out by session.
+            start_new_session=True,
         )
         try:
             self._answer()
