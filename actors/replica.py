@@ -33,6 +33,7 @@ from .cache_settings import DEFAULT_CACHE, CacheSettings
 from .errors import ActorError, InvalidRequest
 from .executor import ChannelExecutor
 from .messages import Admitted, Failed, Finished, GenerateRequest, ReuseReceipt, StreamItem, TokenChunk
+from .open_requests import OpenRequests, cancelled_unheard
 from .operator_calls import OperatorCalls
 from .outlet import Outlets
 from .plan import PurgeOrder
@@ -87,7 +88,7 @@ class Replica(OperatorCalls):
         self._verifier = spec.cluster.verifier()
         self._lease = LeaseHolder(spec.incarnation)
         self._sessions = SessionStore.connect(spec.sessions_store)
-        self._entries: dict[str, Entry] = {}
+        self._open_requests = OpenRequests()
         self._outlets = Outlets()
         self._routable: dict[tuple[str, int], dict[bytes, int]] = {}
         self._secrets: dict[str, bytes] = {}
@@ -186,15 +187,24 @@ class Replica(OperatorCalls):
         items: asyncio.Queue[StreamItem] = asyncio.Queue()
         submission = self._submission(request)
         self._secrets[request.request_id] = request.secret
+        self._open_requests.opening(request.request_id)
+        submitted = engine.submit(submission, self._releases.sink(items))
         try:
-            entry = await asyncio.wrap_future(engine.submit(submission, self._releases.sink(items)))
+            entry = await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:
+            self._open_requests.closed(request.request_id)
+            self._secrets.pop(request.request_id, None)
+            submitted.add_done_callback(cancelled_unheard(engine.cancel))
+            raise
         except ActorError as error:
+            self._open_requests.closed(request.request_id)
             self._secrets.pop(request.request_id, None)
             failed = Failed(error.kind, error.message if isinstance(error, InvalidRequest) else str(error))
             self._counts.count(failed)
             yield [failed]
             return
-        self._entries[request.request_id] = entry
+        if self._open_requests.opened(request.request_id, entry):
+            engine.cancel(entry)
         ended = False
         try:
             while not ended:
@@ -213,21 +223,21 @@ class Replica(OperatorCalls):
                 await self._keep_receipts(request, batch)
                 yield batch
         finally:
-            self._entries.pop(request.request_id, None)
+            self._open_requests.closed(request.request_id)
             self._secrets.pop(request.request_id, None)
             if not ended:
                 self._counts.count_abandoned()
                 engine.cancel(entry)
 
     async def cancel(self, request_id: str) -> None:
-        """Release a request's blocks; unknown or ended requests are left alone."""
-        entry = self._entries.get(request_id)
+        """Release a request's blocks, once it has any; unknown or ended requests are left alone."""
+        entry = self._open_requests.cancel(request_id)
         if entry is not None:
             self._serving_engine().cancel(entry)
 
     async def finish(self, request_id: str, completion_tokens: int) -> None:
         """End a request as stopped after that many tokens; unknown or ended requests are left alone."""
-        entry = self._entries.get(request_id)
+        entry = self._open_requests.entry(request_id)
         if entry is not None:
             await asyncio.wrap_future(self._serving_engine().finish(entry, completion_tokens))
 
