@@ -19,6 +19,7 @@ _REASONS = {
     "logits_cap": "the last prompt token is always computed: its output chooses the first new token",
     "prompt_shorter_than_block": "the prompt is shorter than one block and only full blocks are kept",
     "window_state_missing": "layers with a sliding window have given up rows that a longer hit would read",
+    "tail_ends": "the partial block that was kept ends there",
     "root_empty": "nothing is kept in this namespace yet",
     "lookup_not_permitted": "this key has no right to reuse, so the prompt was computed cold",
 }
@@ -28,6 +29,7 @@ _LIMITS = {
     "indexed": "what is kept in the index",
     "cap": "the cap of prompt length - 1",
     "alignment": "the rounding down to full blocks",
+    "tail": "the end of a kept partial block",
     "junction": "the junction (the longest boundary that all cache groups of the model can serve)",
 }
 

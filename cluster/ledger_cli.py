@@ -131,9 +131,9 @@ def ledger_check(
     json: JsonOption = False,
 ) -> int:
     """Explore every reachable state of a tiny ledger, audit each, and report what was covered."""
-    from copyhold.kvcore.model_check import DEEP, WINDOW, Bounds, explore_all
+    from copyhold.kvcore.model_check import DEEP, TAILS, WINDOW, Bounds, explore_all
 
-    report = explore_all((DEEP, WINDOW, Bounds(blocks=blocks, requests=requests)))
+    report = explore_all((DEEP, WINDOW, TAILS, Bounds(blocks=blocks, requests=requests)))
     document = report.document()
     Output(json).emit(document, report.text())
     return 0 if document["ok"] else 1

@@ -30,6 +30,7 @@ from .lengths import every_boundary, prefix_lengths
 from .pool import AdmittedBlocks
 from .receipts import PrefixMatch
 from .state import LedgerState, node_handles, require_counter, scrub_ids
+from .tails import extend_by_tail, require_tails
 from .tree import TreeMatch
 from .windows import first_kept, reserved_blocks
 
@@ -37,11 +38,12 @@ _LITTLE = sys.byteorder == "little"
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """A capped match: the nodes that cover `match.runtime` tokens, and the pages used of the last one."""
+    """A capped match: nodes that cover its pages, how many of the last one are used, and the tail behind them (0: none)."""
 
     match: PrefixMatch
     nodes: tuple[int, ...]
     last_pages: int
+    tail: int = 0
 
 
 class AdmitPlan(msgspec.Struct, frozen=True):
@@ -54,8 +56,10 @@ class AdmitPlan(msgspec.Struct, frozen=True):
     needed_blocks: tuple[int, ...]
 
 
-def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool, content: bytes = b"") -> Lookup:
-    """Matches `tokens` under a scope's root, capped at prompt - 1 and cut to whole pages; reads only.
+def look_up(
+    state: LedgerState, scope_id: int, tokens: Array, lookup: bool, content: bytes = b"", tail_policy: int = 0
+) -> Lookup:
+    """Matches `tokens` under a scope's root, capped at prompt - 1 and cut to whole pages; a tail may follow. Reads only.
 
     `content` are their bytes, where at hand.
     """
@@ -79,22 +83,33 @@ def look_up(state: LedgerState, scope_id: int, tokens: Array, lookup: bool, cont
     pages, nodes, start = match.runtime // page, found.nodes, state.tree.start.array
     while nodes and start.item(nodes[-1]) >= pages:
         nodes.pop()
-    return Lookup(match, tuple(nodes), pages - start.item(nodes[-1]) if nodes else 0)
+    last, tail = pages - start.item(nodes[-1]) if nodes else 0, 0
+    if tail_policy and nodes:
+        match, tail = extend_by_tail(state, match, nodes[-1], last, tokens, tail_policy)
+    return Lookup(match, tuple(nodes), last, tail)
 
 
 def read_and_look_up(
-    state: LedgerState, scope: Scope, content: bytes, lookup: bool, transaction: int = -1
+    state: LedgerState,
+    scope: Scope,
+    content: bytes,
+    lookup: bool,
+    transaction: int = -1,
+    tail_policy: int = 0,
 ) -> tuple[Array, Lookup]:
     """Token ids of a prompt and its match. Raises the refusals of a prompt and of a revoked scope.
 
     The last one is remembered until the next command is planned, because a scheduler probes what it then admits.
     """
-    asked = content, scope, lookup
+    asked = content, scope, lookup, tail_policy
     if state.looked_up is not None and state.looked_up[0] == asked:
         return state.looked_up[1]
+    if tail_policy:
+        require_tails(state, tail_policy)
     tokens = state.read_prompt(transaction, content)
     state.scopes.require_current(scope)
-    found = tokens, look_up(state, state.scopes.find(scope), tokens, lookup, content if _LITTLE else b"")
+    scope_id, given = state.scopes.find(scope), content if _LITTLE else b""
+    found = tokens, look_up(state, scope_id, tokens, lookup, given, tail_policy)
     state.looked_up = asked, found
     return found
 
@@ -106,10 +121,14 @@ def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
         raise MalformedCommand("namespace", "empty")
     require_counter("generation", scope.generation)
     require_counter("transaction", command.transaction)
-    tokens, found = read_and_look_up(state, scope, command.tokens, command.lookup, command.transaction)
+    tokens, found = read_and_look_up(
+        state, scope, command.tokens, command.lookup, command.transaction, command.tail_policy
+    )
     if command.transaction <= state.last_transaction:
         raise DuplicateTransactionId(command.transaction, state.last_transaction)
-    evictions = plan_evictions(state, command.evict, command.trim, found.nodes, found.match.runtime)
+    evictions = plan_evictions(
+        state, command.evict, command.trim, found.nodes, found.match.runtime, found.tail
+    )
     needed = plan_blocks(state, len(tokens), found.match.runtime, evictions)
     if state.requests.free.count == 0:
         raise SlotsExhausted(state.requests.max_requests)
@@ -117,10 +136,13 @@ def plan_admit(state: LedgerState, command: Admit) -> AdmitPlan:
 
 
 def plan_blocks(state: LedgerState, rows: int, shared: int, evictions: EvictionPlan) -> tuple[int, ...]:
-    """Blocks each group needs for rows [shared, rows). Raises: OutOfMemory for the first group that lacks them."""
+    """Blocks each group needs for rows [shared, rows), where a shared tail's block is there.
+
+    Raises: OutOfMemory for the first group that lacks them.
+    """
     needed = []
     for pool, named in zip(state.pools, evictions.freed, strict=True):
-        blocks = reserved_blocks(pool, rows, shared) - shared // pool.block_size
+        blocks = reserved_blocks(pool, rows, shared) - -(-shared // pool.block_size)
         free = pool.free.count
         if blocks > free + named:
             raise OutOfMemory(blocks, free, named, pool.group)
@@ -138,6 +160,8 @@ def commit_admit(state: LedgerState, plan: AdmitPlan) -> dict[str, Any]:
     scope_id = state.scopes.intern(plan.command.scope)
     runtime = plan.found.match.runtime
     shared = [tree.path_blocks(nodes, group) for group in range(len(state.pools))]
+    if plan.found.tail:
+        shared[0] = np.append(shared[0], tree.tails.block_of(plan.found.tail))
     values = [
         1,
         scope_id,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .audit_tails import tail_findings
 from .digest import Array
 from .pool import BlockPool
 from .state import LedgerState
@@ -33,8 +34,11 @@ def tree_findings(state: LedgerState) -> list[str]:
     used = np.flatnonzero(tree.pages.array)
     if sorted(seen) != used.tolist() or len(used) + tree.free.count != len(tree.pages.array) - 1:
         findings.append(f"slot_lost: nodes reachable {sorted(seen)}, in use {used.tolist()}")
+    findings += tail_findings(state)
+    hung = [np.array([tree.tails.block_of(tail)]) for tail in sorted(tree.tails.tokens)]
     for group, pool in enumerate(state.pools):
-        findings += _ownership_findings(pool, [tree.edges[group][node] for node in seen])
+        edges = [tree.edges[group][node] for node in seen]
+        findings += _ownership_findings(pool, edges, [] if group else hung)
     return findings
 
 
@@ -47,12 +51,12 @@ def _leases(state: LedgerState) -> Array:
     return counts
 
 
-def _ownership_findings(pool: BlockPool, edges: list[Array]) -> list[str]:
+def _ownership_findings(pool: BlockPool, edges: list[Array], tails: list[Array]) -> list[str]:
     findings: list[str] = []
     blocks = np.concatenate([*edges, np.zeros(0, dtype=np.int64)])
     if pool.window:
         blocks = blocks[blocks != NOT_RESIDENT]
-    times = np.bincount(blocks, minlength=pool.num_blocks)
+    times = np.bincount(np.concatenate([blocks, *tails]), minlength=pool.num_blocks)
     if (times > 1).any():
         findings.append("slot_owned_twice: a block lies on two edges")
     if ((times > 0) != (pool.node.array != 0)).any():

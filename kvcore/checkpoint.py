@@ -31,6 +31,13 @@ class NodeContent(msgspec.Struct, frozen=True, array_like=True):
     blocks: tuple[bytes, ...]
 
 
+class TailContent(msgspec.Struct, frozen=True, array_like=True):
+    """One partial tail: token ids (little-endian int32); the rest is in its record."""
+
+    tail: int
+    tokens: bytes
+
+
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     """A ledger before record `index`. Cells are little-endian, int64 records and int32 tables and queues.
 
@@ -55,6 +62,8 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[bytes, ...]
     request_tokens: tuple[tuple[int, bytes], ...]
     held: tuple[Scope, ...]
+    tail_records: bytes = b""
+    tails: tuple[TailContent, ...] = ()
 
 
 def take_checkpoint(ledger: Ledger) -> Checkpoint:
@@ -94,6 +103,10 @@ def take_checkpoint(ledger: Ledger) -> Checkpoint:
             [(slot, _cells(requests.tokens[slot, : int(requests.num_tokens.array[slot])])) for slot in active]
         ),
         held=held_scopes(state),
+        tail_records=_words(tree.tails.records.cells),
+        tails=tuple(
+            [TailContent(tail, _cells(tokens)) for tail, tokens in sorted(tree.tails.tokens.items())]
+        ),
     )
 
 
@@ -154,6 +167,13 @@ def _fill_tree(state: LedgerState, saved: Checkpoint) -> None:
             tuple([np.frombuffer(part, dtype="<i8").astype(np.int64) for part in content.blocks]),
         )
     tree.link([content.node for content in saved.nodes])
+    if saved.tail_records:
+        records = tree.tails.records
+        records.grow(len(saved.tail_records) // (8 * records.cells.shape[1]))
+        _put_words(records.cells, saved.tail_records)
+    tree.tails.adopt(
+        {content.tail: np.frombuffer(content.tokens, "<i4").astype(np.int32) for content in saved.tails}
+    )
 
 
 def _fill_requests(state: LedgerState, saved: Checkpoint) -> None:

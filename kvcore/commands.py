@@ -41,7 +41,9 @@ class RequestHandle(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class NodeHandle(msgspec.Struct, frozen=True, array_like=True, gc=False, cache_hash=True):
-    """A tree boundary (where an edge ends) with its generation. Node 0 stands for "the root"."""
+    """A tree boundary (where an edge ends) with its generation. Node 0 stands for "the root"; minus a number names the
+    partial tail of that number.
+    """
 
     node: int
     generation: int
@@ -84,7 +86,8 @@ class AdvanceGeneration(msgspec.Struct, frozen=True, array_like=True, tag="advan
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
     """Matches, leases and reserves for one prompt; `tokens` are little-endian int32 bytes.
 
-    `evict` and `trim`, here and in a dispatch, are what an `Evict` would give back before.
+    `evict` and `trim`, here and in a dispatch, are what an `Evict` would give back before. `tail_policy` names the policy
+    whose partial tails may be hit; 0 is "full blocks only".
     """
 
     transaction: int
@@ -93,6 +96,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
     lookup: bool = True
     evict: tuple[NodeHandle, ...] = ()
     trim: tuple[BlockHandle, ...] = ()
+    tail_policy: int = 0
 
 
 class Dispatch(msgspec.Struct, frozen=True, array_like=True, tag="dispatch"):
@@ -116,6 +120,13 @@ class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
     """Enters the sealed blocks of running requests in the index."""
 
     requests: tuple[RequestHandle, ...]
+
+
+class PublishTail(msgspec.Struct, frozen=True, array_like=True, tag="publish_tail"):
+    """Enters a request's sealed blocks, then the valid rows after its last whole page as an immutable tail of a policy."""
+
+    request: RequestHandle
+    policy: int
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
@@ -191,6 +202,7 @@ Command = (
     | Complete
     | PackedComplete
     | Publish
+    | PublishTail
     | Release
     | Fork
     | Truncate

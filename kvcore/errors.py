@@ -287,6 +287,15 @@ class IndexFull(LedgerRefusal):
 
 
 @dataclass(eq=False)
+class TailsNeedOneFullGroup(LedgerRefusal):
+    """Partial tails were asked for, but the ledger has several cache groups or one with a window (K103). Unchanged."""
+
+    groups: int
+    windows: int
+    reason: ClassVar[str] = "tails_need_one_full_group"
+
+
+@dataclass(eq=False)
 class StaleRequestGeneration(LedgerRefusal):
     """The handle's slot was never given out with this generation, or serves another request by now (K075)."""
 

@@ -35,12 +35,13 @@ from .windows import first_kept
 
 
 class EvictionPlan(msgspec.Struct, frozen=True):
-    """Nodes to remove in order, window blocks to trim before (int64, by group; empty where none is) and the blocks that
-    all of it frees in each group."""
+    """Nodes to remove in order, tails to remove before, window blocks to trim before (int64, by group; empty where none is)
+    and the blocks that all of it frees in each group."""
 
     nodes: tuple[int, ...]
     trims: dict[int, Array]
     freed: tuple[int, ...]
+    tails: tuple[int, ...] = ()
 
 
 NO_EVICTIONS = EvictionFacts()
@@ -52,20 +53,40 @@ def plan_evictions(
     trim: tuple[BlockHandle, ...] = (),
     own_path: Sequence[int] = (),
     own_rows: int = 0,
+    own_tail: int = 0,
 ) -> EvictionPlan:
     """Checks every handle in order, those to trim first. Raises the refusal of the first illegal one; nothing changes.
 
-    `own_path` and `own_rows` are the matched path of the caller's own hit and how much of it is used.
+    `own_path` and `own_rows` are the matched path of the caller's own hit and how much of it is used, `own_tail` its tail.
     """
     if not handles and not trim:
         return EvictionPlan((), {}, state.no_blocks)
     trims = _plan_trim(state, trim, own_path, own_rows) if trim else {}
+    tails = _plan_tails(state, [handle for handle in handles if handle.node < 0], own_tail)
     nodes, pages = _plan_nodes(state, handles, own_path)
+    if state.tree.tails.by_node:
+        pages += len(tails.union(*[state.tree.tails.at(node) for node in nodes]))
     freed = [
         _window_blocks_freed(state, group, nodes, trims.get(group)) if pool.window else pages * per_page
         for group, (pool, per_page) in enumerate(zip(state.pools, state.tree.per_page, strict=True))
     ]
-    return EvictionPlan(tuple(nodes), trims, tuple(freed))
+    return EvictionPlan(tuple(nodes), trims, tuple(freed), tuple(sorted(tails)))
+
+
+def _plan_tails(state: LedgerState, handles: list[NodeHandle], own_tail: int) -> set[int]:
+    """Tails to remove. Raises the refusal of the first illegal handle; nothing changes."""
+    named: set[int] = set()
+    for handle in handles:
+        tail = state.tree.tails.find(handle)
+        if not tail or tail in named:
+            raise StaleTreeVersion(handle.node, handle.generation)
+        references = int(state.pool.ref.array[state.tree.tails.block_of(tail)])
+        if references:
+            raise LockedLeafEvicted(handle.node, references)
+        if tail == own_tail:
+            raise EvictLiveBlock(handle.node)
+        named.add(tail)
+    return named
 
 
 def _plan_nodes(
@@ -79,6 +100,8 @@ def _plan_nodes(
     pages = 0
     for handle in handles:
         node = handle.node
+        if node < 0:
+            continue
         if node == 0:
             raise RootEvicted(node)
         if not 0 < node < len(present) or node in nodes:
@@ -140,14 +163,16 @@ def _window_blocks_freed(state: LedgerState, group: int, nodes: Sequence[int], t
 
 def commit_evictions(state: LedgerState, plan: EvictionPlan) -> EvictionFacts:
     """Trims, unlists the edges, then frees their blocks."""
-    if not plan.nodes and not plan.trims:
+    if not plan.nodes and not plan.trims and not plan.tails:
         return NO_EVICTIONS
     for group, blocks in plan.trims.items():
         _trim(state, state.pools[group], blocks)
+    if plan.tails:
+        state.pool.evict(state.tree.tails.remove(list(plan.tails)), state.scopes.revoked)
     if plan.nodes:
         _give_back(state, state.tree.remove_leaves(plan.nodes))
     trimmed = sum(len(blocks) for blocks in plan.trims.values())
-    return EvictionFacts(len(plan.nodes), sum(plan.freed), trimmed)
+    return EvictionFacts(len(plan.nodes) + len(plan.tails), sum(plan.freed), trimmed)
 
 
 def _trim(state: LedgerState, pool: BlockPool, blocks: Array) -> None:

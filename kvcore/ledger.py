@@ -32,6 +32,7 @@ from .commands import (
     PackedComplete,
     PackedDispatch,
     Publish,
+    PublishTail,
     Release,
     Reset,
     Truncate,
@@ -45,6 +46,7 @@ from .receipts import AnyReceipt, GenesisReceipt
 from .release import commit_release, plan_release
 from .state import LedgerState, plan_genesis
 from .stepping import commit_complete, commit_dispatch, plan_complete, plan_dispatch
+from .tails import commit_publish_tail, plan_publish_tail
 
 __all__ = ["EvictableLeaf", "Ledger", "NodeView", "Probe"]
 
@@ -67,6 +69,7 @@ _RULES: dict[type, _Rule] = {
     Complete: _COMPLETE,
     PackedComplete: _COMPLETE,
     Publish: _Rule(plan_publish, commit_publish, receipts.PublicationReceipt),
+    PublishTail: _Rule(plan_publish_tail, commit_publish_tail, receipts.TailReceipt),
     Release: _Rule(plan_release, commit_release, receipts.ReleaseReceipt),
     Fork: _Rule(plan_fork, commit_fork, receipts.ForkReceipt),
     Truncate: _Rule(plan_truncate, commit_truncate, receipts.TruncateReceipt),

@@ -15,19 +15,40 @@ from typing import Any
 import msgspec
 
 from .audit import AuditViolation, audit
-from .commands import Command, Genesis, GroupSpec
+from .commands import Command, Genesis
 from .errors import LedgerRefusal
 from .model_faults import Digests, WriteSites, interrupted, replayed, write_sites
 from .model_moves import WORLD, Bounds, moves, probes
 from .model_state import Arena, Snapshot, canonical_key
 
-__all__ = ["DEEP", "FAULT_STATES", "WINDOW", "Bounds", "CheckReport", "Violation", "explore", "explore_all"]
+__all__ = [
+    "DEEP",
+    "FAULT_STATES",
+    "TAILS",
+    "WINDOW",
+    "Bounds",
+    "CheckReport",
+    "Violation",
+    "explore",
+    "explore_all",
+]
 
 DEEP = Bounds(requests=1, longest=4, floors=0, prompts=((0, 0, 0, 0), (0, 0, 1)))
 """One request at a time over two index pages: edges are split, nodes have children."""
 
 WINDOW = Bounds(requests=1, longest=4, floors=0, prompts=((0, 0, 0, 0), (0, 0, 1)), window=1)
 """The same where the single rows have a window of one row: blocks leave, are trimmed and come back."""
+
+TAILS = Bounds(
+    requests=1,
+    longest=4,
+    floors=0,
+    blocks=4,
+    page=2,
+    prompts=((0, 0, 0, 0), (0, 0, 0), (0, 0, 1)),
+    tails=True,
+)
+"""One cache group whose partial blocks are published as tails, and hit by requests that ask for them."""
 
 FAULT_STATES = 32
 """States in which each distinct sequence of writes is interrupted."""
@@ -38,6 +59,7 @@ EXPECTED_MOVES = frozenset(
         "Dispatch",
         "Complete",
         "Publish",
+        "PublishTail",
         "Release",
         "Fork",
         "Truncate",
@@ -69,6 +91,7 @@ EXPECTED_REFUSALS = frozenset(
         "stale_tree_version",
         "stale_block_generation",
         "step_out_of_order",
+        "tails_need_one_full_group",
         "truncate_beyond_length",
         "unknown_transaction",
         "window_state_missing",
@@ -154,13 +177,9 @@ class _Search:
     """Visited states with the move that first led to each."""
 
     def __init__(self, bounds: Bounds, fault_states: int) -> None:
-        groups = (
-            GroupSpec("pairs", 2, bounds.blocks),
-            GroupSpec("singles", 1, bounds.singles, bounds.window),
-        )
         self.bounds = bounds
         self.fault_states = fault_states
-        self.genesis = Genesis(WORLD, groups, bounds.requests, bounds.longest, "model")
+        self.genesis = Genesis(WORLD, bounds.groups(), bounds.requests, bounds.longest, "model")
         self.arena = Arena(self.genesis)
         self.known: set[int] = set()
         self.came: list[tuple[int, Command]] = []

@@ -22,8 +22,10 @@ from .commands import (
     Dispatch,
     Evict,
     Fork,
+    GroupSpec,
     NodeHandle,
     Publish,
+    PublishTail,
     Release,
     RequestHandle,
     Reset,
@@ -39,9 +41,10 @@ Probe = tuple[Command, tuple[type[LedgerRefusal], ...]]
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How small the ledger is. Two groups: pairs of rows (`blocks` blocks) and single rows (`singles` blocks).
+    """How small the ledger is. Two groups: `page` rows a block (`blocks` blocks) and single rows (`singles` blocks).
 
-    Single rows have a window of `window` rows, 0 for none.
+    Single rows have a window of `window` rows, 0 for none. With `tails` there are no single rows, and tails are published
+    and asked for.
     """
 
     blocks: int = 3
@@ -51,6 +54,13 @@ class Bounds(msgspec.Struct, frozen=True):
     floors: int = 1
     prompts: tuple[tuple[int, ...], ...] = ((0, 0, 0),)
     window: int = 0
+    tails: bool = False
+    page: int = 2
+
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The ledger's cache groups: partial tails are for one of full attention."""
+        pairs = GroupSpec("pairs", self.page, self.blocks)
+        return (pairs,) if self.tails else (pairs, GroupSpec("singles", 1, self.singles, self.window))
 
 
 class Running(msgspec.Struct):
@@ -84,10 +94,16 @@ def moves(ledger: Ledger, bounds: Bounds) -> Iterator[Command]:
     floor = ledger.floor(NAMESPACE)
     scope = Scope(NAMESPACE, floor, WORLD)
     leaves = tuple([leaf.handle for leaf in ledger.evictable_leaves()])
+    idle = tuple([tail.handle for tail in ledger.tails() if not tail.references])
+    for tail in idle:
+        yield Evict((tail,))
+        yield Evict((*leaves, tail))
     if len(requests) < bounds.requests:
         for prompt in bounds.prompts:
             for evict in ((), leaves) if leaves else ((),):
                 yield admit(ledger, scope, prompt, evict)
+                if bounds.tails:
+                    yield admit(ledger, scope, prompt, evict, 1)
     yield from _dispatches(ledger, requests, leaves, bounds)
     for step in sorted({request.step for request in requests if request.step >= 0}):
         yield from _completions(ledger, step, bounds)
@@ -98,6 +114,8 @@ def moves(ledger: Ledger, bounds: Bounds) -> Iterator[Command]:
                 yield Truncate(request.handle, count)
         if floor == _generation(ledger, request):
             yield Publish((request.handle,))
+            if bounds.tails and request.step < 0:
+                yield PublishTail(request.handle, 1)
         if request.step < 0 and request.valid and len(requests) < bounds.requests:
             yield Fork(request.handle, 1)
         if request.transaction >= 0:
@@ -119,10 +137,16 @@ def _idle_window_blocks(ledger: Ledger) -> tuple[BlockHandle, ...]:
     return tuple([handle for line in lines for handle in line.handles(0, len(line.blocks))])
 
 
-def admit(ledger: Ledger, scope: Scope, prompt: tuple[int, ...], evict: tuple[NodeHandle, ...] = ()) -> Admit:
+def admit(
+    ledger: Ledger,
+    scope: Scope,
+    prompt: tuple[int, ...],
+    evict: tuple[NodeHandle, ...] = (),
+    tail_policy: int = 0,
+) -> Admit:
     """An admission under the next transaction id."""
     tokens = np.array(prompt, dtype="<i4").tobytes()
-    return Admit(ledger.state.last_transaction + 1, scope, tokens, True, evict)
+    return Admit(ledger.state.last_transaction + 1, scope, tokens, True, evict, (), tail_policy)
 
 
 def _generation(ledger: Ledger, request: Running) -> int:
@@ -185,6 +209,14 @@ def probes(ledger: Ledger) -> Iterator[Probe]:
     yield from _node_probes(ledger)
     if state.windowed:
         yield from _block_probes(ledger)
+    for tail in ledger.tails():
+        later = NodeHandle(tail.handle.node, tail.handle.generation + 1)
+        yield Evict((later,)), (errors.StaleTreeVersion,)
+        if tail.references:
+            yield Evict((tail.handle,)), (errors.LockedLeafEvicted,)
+    if len(state.pools) > 1:
+        for request in requests[:1]:
+            yield PublishTail(request.handle, 1), (errors.TailsNeedOneFullGroup,)
 
 
 def _slot_probes(slot: int, record: list[int], step: int) -> Iterator[Probe]:
@@ -204,6 +236,8 @@ def _request_probes(last_step: int, request: Running) -> Iterator[Probe]:
     if request.step >= 0:
         yield Dispatch(step, (RowSpan(handle, valid, 1),)), (errors.RequestInFlight,)
         yield Fork(handle, 1), (errors.ForkOfUnpublishedState, errors.StaleNamespaceGeneration)
+        flying = errors.RequestInFlight, errors.StaleNamespaceGeneration, errors.TailsNeedOneFullGroup
+        yield PublishTail(handle, 1), flying
         yield Complete(request.step, ((9, 0),)), (errors.MalformedCommand,)
     else:
         yield Dispatch(step, (RowSpan(handle, valid + 1, 1),)), (errors.AppendOutOfOrder,)

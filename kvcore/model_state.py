@@ -19,7 +19,7 @@ from .digest import Array
 from .ledger import Ledger
 from .requests import group_field
 from .state import LedgerState
-from .tree import Branch
+from .tree import Branch, PrefixTree
 
 Snapshot = tuple[Any, ...]
 _ALIGN_BYTES = 64
@@ -54,6 +54,7 @@ class Arena:
             [list(edges) for edges in tree.edges],
             [None if branch is None else _copy(branch) for branch in tree._branches],
             {scope: _copy(branch) for scope, branch in tree.roots.items()},
+            dict(tree.tails.tokens),
             dict(state.flights),
             (
                 dict(scopes._namespaces),
@@ -65,7 +66,7 @@ class Arena:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Goes back; the snapshot may be restored again."""
-        memory, free, numbers, tokens, edges, branches, roots, flights, names = snapshot
+        memory, free, numbers, tokens, edges, branches, roots, tails, flights, names = snapshot
         state, ledger = self.state, self.ledger
         tree, scopes = state.tree, state.scopes
         state.looked_up = None
@@ -80,6 +81,7 @@ class Arena:
             held[:] = saved
         tree._branches[:] = [None if branch is None else _copy(branch) for branch in branches]
         tree.roots = {scope: _copy(branch) for scope, branch in roots.items()}
+        tree.tails.adopt(tails)
         state.flights = dict(flights)
         scopes._namespaces, scopes._ids = dict(names[0]), dict(names[1])
         scopes._scopes, scopes._scope_namespace = list(names[2]), list(names[3])
@@ -116,7 +118,7 @@ def _name_nodes(state: LedgerState) -> tuple[dict[int, int], tuple[Any, ...]]:
         for node in tree.subtree(scope):
             names[node] = len(names)
             parent = names[int(tree.parent.array[node])]
-            shape.append((scope, parent, tree.tokens[node].tobytes()))
+            shape.append((scope, parent, tree.tokens[node].tobytes(), _tails_in_order(tree, node)[0]))
     return names, tuple(shape)
 
 
@@ -150,6 +152,10 @@ def _name_blocks(
     edges = tuple(
         [tuple([name(block) for block in tree.edges[group][node].tolist()]) for node in nodes if node]
     )
+    if not group:
+        edges += tuple(
+            [tuple([name(block) for block in _tails_in_order(tree, node)[1]]) for node in nodes if node]
+        )
     cells = pool.records.cells.tolist()
     facts = tuple([(*_block_facts(cells[block]), cells[block][loops.OWNER]) for block in seen])
     # Free blocks are alike; one that is not quite free shows here.
@@ -159,6 +165,15 @@ def _name_blocks(
 
 def _block_facts(cells: list[int]) -> tuple[int, ...]:
     return cells[loops.REF], cells[loops.ROWS], cells[loops.PINS], cells[loops.NODE] != 0
+
+
+def _tails_in_order(tree: PrefixTree, node: int) -> tuple[tuple[tuple[int, bytes], ...], list[int]]:
+    """Policies and tokens of the tails at a node, whatever their ids, and their blocks in the same order."""
+    tails = tree.tails
+    told = sorted(
+        [(tails.policy.array.item(tail), tails.tokens[tail].tobytes(), tail) for tail in tails.at(node)]
+    )
+    return tuple([entry[:2] for entry in told]), [tails.block_of(entry[2]) for entry in told]
 
 
 def _copy(branch: Branch) -> Branch:
@@ -172,6 +187,7 @@ def _gather(state: LedgerState) -> Array:
     """Moves every array of a state into one uint8 array."""
     tree, requests, scopes = state.tree, state.requests, state.scopes
     records = [pool.records for pool in state.pools] + [tree.records, requests.records, state.counters]
+    records.append(tree.tails.records)
     records += [scopes._namespace_records, scopes._scope_records]
     cells = [pool.free.column for pool in state.pools] + [*requests.cells, tree.free.column]
     cells.append(requests.free.column)

@@ -64,13 +64,13 @@ _CHAINS = (
         "tail_identity_without_length",
         "candidate",
         "K103",
-        "A tail's digest covers how many rows it has, what policy made it and all that it follows.",
+        "A tail's digest, and its entry in a ledger, cover its rows, their number, its policy and all that it follows.",
     ),
     (
         "append_under_frozen_tail_key",
         "candidate",
         "K103",
-        "A digest is made from all rows of a tail; no function lengthens one under the same digest.",
+        "A tail is made from all its rows and never lengthened; its own request goes on in a copy of the block.",
     ),
     (
         "lookup_mutated_table",

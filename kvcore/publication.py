@@ -35,7 +35,7 @@ def plan_publish(state: LedgerState, command: Publish) -> list[int]:
 
 def commit_publish(state: LedgerState, slots: list[int]) -> dict[str, Any]:
     """Publishes request by request, so that later ones see what earlier ones entered; the receipt's fields."""
-    entries = tuple([_publish_request(state, slot) for slot in slots])
+    entries = tuple([publish_request(state, slot) for slot in slots])
     if not state.windowed:
         return {"entries": entries}
     published = np.array(sorted(set(slots)), dtype=np.int64)
@@ -45,7 +45,8 @@ def commit_publish(state: LedgerState, slots: list[int]) -> dict[str, Any]:
     return {"entries": entries, "left_window": left}
 
 
-def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
+def publish_request(state: LedgerState, slot: int) -> PublishedPath:
+    """Enters what the tree lacks of one request; what the request leases then."""
     requests, tree, page = state.requests, state.tree, state.alignment
     record = requests.records.cells[slot].tolist()
     scope_id, terminal = record[loops.SCOPE], record[loops.TERMINAL]
@@ -70,6 +71,23 @@ def _publish_request(state: LedgerState, slot: int) -> PublishedPath:
         node_handles(tree, tree.path(terminal)),
         restored,
     )
+
+
+def lease_path(state: LedgerState, slot: int, full: int) -> int:
+    """Lets a request lease the tree's path of its first `full` pages, all of which are indexed; the node where they end."""
+    requests, tree = state.requests, state.tree
+    terminal = requests.terminal.array.item(slot)
+    tokens = requests.tokens[slot, : full * state.alignment]
+    found = tree.match(requests.scope.array.item(slot), tokens, terminal, pages_only=True)
+    if not found.nodes:
+        return terminal
+    nodes, first = found.nodes, tree.end_page(terminal)
+    if found.last_pages < tree.pages.array.item(nodes[-1]):
+        nodes[-1] = tree.split(nodes[-1], found.last_pages)
+    for group in tree.locking:
+        state.pools[group].lease(_foreign(state, slot, nodes, first, found.pages, group))
+    requests.terminal.put(slot, nodes[-1])
+    return nodes[-1]
 
 
 def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int, record: list[int]) -> int:
@@ -113,5 +131,5 @@ def _own_leaf(state: LedgerState, node: int, shared: int) -> bool:
     `shared` are the pages that the request was given when it was admitted.
     """
     tree = state.tree
-    own = tree.start.array.item(node) >= shared
+    own = tree.start.array.item(node) >= shared and node not in tree.tails.by_node
     return own and tree.num_children.item(node) == 0 and tree.lock(node) == 1

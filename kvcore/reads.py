@@ -26,7 +26,7 @@ _NO_BLOCKS.flags.writeable = False
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A lookup that leased nothing, `blocks` int64: stale as soon as the next command is applied.
+    """A lookup that leased nothing, `blocks` int64 of whole pages, `tail` behind them: stale with the next command.
 
     `version` is the log index it was made at; `confirm` compares it.
     """
@@ -35,6 +35,7 @@ class Probe(msgspec.Struct, frozen=True):
     path: tuple[NodeHandle, ...]
     blocks: Array
     version: int
+    tail: tuple[NodeHandle, ...] = ()
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -55,6 +56,17 @@ class EvictableLeaf(msgspec.Struct, frozen=True):
     handle: NodeHandle
     blocks: Array
     parent: NodeHandle
+
+
+class TailView(msgspec.Struct, frozen=True):
+    """A partial tail: the node it hangs at, its block, valid rows and policy, and the block's references."""
+
+    handle: NodeHandle
+    node: NodeHandle
+    block: int
+    rows: int
+    policy: int
+    references: int
 
 
 class LedgerReads:
@@ -100,15 +112,16 @@ class LedgerReads:
         """Whether a step of each slot is in flight, bool [max_requests]."""
         return self.state.requests.flight_step.array != 0
 
-    def probe(self, scope: Scope, tokens: bytes, lookup: bool = True) -> Probe:
+    def probe(self, scope: Scope, tokens: bytes, lookup: bool = True, tail_policy: int = 0) -> Probe:
         """What an Admit would share now. Raises the refusals of a prompt and of a revoked scope."""
         state = self.state
-        _, found = read_and_look_up(state, scope, tokens, lookup)
+        _, found = read_and_look_up(state, scope, tokens, lookup, tail_policy=tail_policy)
         if not found.nodes:
             return Probe(found.match, (), _NO_BLOCKS, self._log_index)
+        tail = (state.tree.tails.handle(found.tail),) if found.tail else ()
         blocks = state.tree.path_blocks(list(found.nodes))[: found.match.runtime // state.block_size]
         path = node_handles(state.tree, list(found.nodes))
-        return Probe(found.match, path, _read_only(blocks), self._log_index)
+        return Probe(found.match, path, _read_only(blocks), self._log_index, tail)
 
     def confirm(self, probe: Probe) -> None:
         """The probe says what an Admit would do now. Raises: StaleTreeVersion once another command was applied (K127)."""
@@ -185,6 +198,17 @@ class LedgerReads:
                 for handle, parent in zip(node_handles(tree, leaves), parents, strict=True)
             ]
         )
+
+    def tails(self) -> tuple[TailView, ...]:
+        """Every partial tail, by id."""
+        state, tails = self.state, self.state.tree.tails
+        found = []
+        for tail in sorted(tails.tokens):
+            block, node = tails.block_of(tail), tails.node.array.item(tail)
+            policy, held = tails.policy.array.item(tail), state.pool.ref.array.item(block)
+            hung = node_handles(state.tree, [node])[0]
+            found.append(TailView(tails.handle(tail), hung, block, len(tails.tokens[tail]), policy, held))
+        return tuple(found)
 
     def evictable_window_blocks(self) -> tuple[WindowLine, ...]:
         """For each group with a window, the blocks that a `trim` would accept now, those first in line in front."""

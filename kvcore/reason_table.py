@@ -165,6 +165,7 @@ ROWS: tuple[Reason, ...] = (
     Reason("evict_live_block", "runtime", "lease", ("K045", "K063")),
     Reason("edge_partially_evicted", "runtime", "lease", ("K121",)),
     Reason("index_full", "runtime", "lease", ()),
+    Reason("tails_need_one_full_group", "runtime", "lease", ("K103",)),
     Reason("window_state_missing", "runtime", "lease", ("K108",)),
     Reason("double_release", "runtime", "lease", ("K059", "K176", "K209")),
     Reason("release_reason_missing", "runtime", "lease", ("K059",)),

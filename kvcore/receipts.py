@@ -20,7 +20,8 @@ class PrefixMatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Lengths of one lookup in tokens. `limit` names the smallest one, `reason` says why it is not longer.
 
     `junction` is the longest indexed boundary that every cache group can serve, whatever the cap; `recompute` is what
-    is left of the prompt beside `runtime`.
+    is left of the prompt beside `runtime`. `tail` are the last rows of `runtime` that lie in a partial tail, 0 where it
+    ends with a page.
     """
 
     prompt: int
@@ -33,6 +34,7 @@ class PrefixMatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reason: str
     junction: int
     recompute: int
+    tail: int = 0
 
 
 class EvictionFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -164,6 +166,19 @@ class PublicationReceipt(Receipt, frozen=True, kw_only=True, tag="publish"):
     left_window: tuple[LeftWindow, ...] = ()
 
 
+class TailReceipt(Receipt, frozen=True, kw_only=True, tag="publish_tail"):
+    """`entry` are the whole pages, `rows` those after them. `tail` names the record with just these rows, if there is one.
+
+    `outcome`: `entered`; `present` (it was there); or why not: `no_rows`, `no_whole_page` (nothing to hang at),
+    `node_full` (four tails hang there: evict one), `block_has_a_tail` (another length of it was entered).
+    """
+
+    entry: PublishedPath
+    rows: int
+    outcome: str
+    tail: tuple[NodeHandle, ...]
+
+
 class ReleaseReceipt(Receipt, frozen=True, kw_only=True, tag="release"):
     """`deferred`: a step is in flight, the release takes effect (and is counted) in its CompleteReceipt."""
 
@@ -242,6 +257,7 @@ AnyReceipt = (
     | DispatchReceipt
     | CompleteReceipt
     | PublicationReceipt
+    | TailReceipt
     | ReleaseReceipt
     | ForkReceipt
     | TruncateReceipt

@@ -23,6 +23,7 @@ from . import loops
 from .columns import Digested, IdStack, Records
 from .digest import Array
 from .pool import BlockPool, Sums
+from .tail_table import TailTable
 
 Children = dict[bytes, int]
 NOT_RESIDENT = -1
@@ -109,10 +110,11 @@ class PrefixTree:
         self.blocks = self.edges[0]
         self._branches: list[Branch | None] = [None]
         self.roots: dict[int, Branch] = {}
+        self.tails = TailTable(sums)
 
     def parts(self) -> list[Digested]:
         """Every array that has a share in a digest."""
-        return [self.records, self.free.column]
+        return [self.records, self.free.column, self.tails.records]
 
     # Reading.
 
@@ -179,7 +181,14 @@ class PrefixTree:
             count = self._pools[group].ref.array.item(self.first_blocks[group].item(node))
             if count > held:
                 held = count
+        if node in self.tails.by_node:
+            return max(held, self.tail_references(node))
         return held
+
+    def tail_references(self, node: int) -> int:
+        """References to the block of a tail at the node, where they are most: they lock the node as its edge's do."""
+        refs = self._pools[0].ref.array
+        return max([0, *[refs.item(self.tails.block_of(tail)) for tail in self.tails.at(node)]])
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root side to `node`; empty for node 0."""
@@ -222,6 +231,9 @@ class PrefixTree:
             return leaves[self._path_leases()[leaves] == 0]
         for group in self.locking:
             leaves = leaves[self._pools[group].ref.array[self.first_blocks[group][leaves]] == 0]
+        if self.tails.by_node:
+            free = [not self.tail_references(node) for node in leaves.tolist()]
+            leaves = leaves[np.array(free, dtype=np.bool_)]
         return leaves
 
     def _path_leases(self) -> Array:
@@ -400,6 +412,8 @@ class PrefixTree:
         parts = tuple(
             [_resident(pool, self.path_blocks(list(last_first), pool.group)) for pool in self._pools]
         )
+        if self.tails.by_node:
+            parts = (np.concatenate([self.tails.remove_at(nodes), parts[0]]), *parts[1:])
         records, ids = self.records, self.free.column
         loops.retire_nodes(
             records.cells,

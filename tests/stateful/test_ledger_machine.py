@@ -1,7 +1,7 @@
 """The ledger next to a naive model of dictionaries: same hits, same refusals, same counts, right bytes.
 
 One machine over one cache group, one over two whose block sizes differ: a page of the index is then two blocks of the one
-and one of the other, and every command acts on both or on neither.
+and one of the other, and every command acts on both or on neither. A third one publishes and hits partial tails.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from copyhold.kvcore.commands import (
     Genesis,
     GroupSpec,
     Publish,
+    PublishTail,
     Release,
     RequestHandle,
     Reset,
@@ -42,12 +43,17 @@ from copyhold.kvcore.errors import (
     EvictLiveBlock,
     ForkOfUnpublishedState,
     LedgerRefusal,
+    MalformedCommand,
     OutOfMemory,
+    RequestInFlight,
     ResetWithLiveReferences,
     SlotsExhausted,
     StaleNamespaceGeneration,
+    TailsNeedOneFullGroup,
 )
 from copyhold.kvcore.ledger import Ledger
+from copyhold.kvcore.reads import TailView
+from copyhold.kvcore.tail_table import TAILS_PER_NODE
 
 ONE_GROUP = (GroupSpec("full", 2, 12),)
 TWO_GROUPS = (GroupSpec("fine", 2, 13), GroupSpec("coarse", 4, 6))
@@ -55,6 +61,8 @@ SLOTS, LONGEST = 4, 16
 Block = tuple[int, int]
 """A cache group and a block of it."""
 Prefix = tuple[Scope, tuple[int, ...]]
+Tail = tuple[Prefix, tuple[int, ...], int]
+"""The whole pages before it, its tokens and its policy."""
 
 # Prompts share long stems, so that most admissions meet something indexed, and part of it in mid-edge.
 STEMS = ([0] * LONGEST, [0] * 6 + [1] * 10, [0, 0, 0, 1] * 4, [1] * LONGEST)
@@ -75,6 +83,7 @@ class Model:
         self.page = lcm(*self.sizes)
         self.floor = {"a": 1, "b": 1}
         self.index: dict[Prefix, set[Block]] = {}
+        self.tails: dict[Tail, Block] = {}
         self.running: dict[RequestHandle, dict[str, Any]] = {}
         self.device: dict[tuple[Block, int], Prefix] = {}
         self.copied: dict[int, list[Block]] = {}
@@ -107,7 +116,18 @@ class Model:
         }
 
     def indexed(self) -> set[Block]:
-        return {block for blocks in self.index.values() for block in blocks}
+        return {block for blocks in self.index.values() for block in blocks} | set(self.tails.values())
+
+    def longest_tail(self, scope: Scope, tokens: list[int], pages: int, policy: int) -> Tail | None:
+        first = pages * self.page
+        prefix = self.prefix(scope, tokens, pages)
+        found = [
+            tail
+            for tail in self.tails
+            if (tail[0], tail[2]) == (prefix, policy)
+            and tail[1] == tuple(tokens[first : first + len(tail[1])])
+        ]
+        return max(found, key=lambda tail: len(tail[1]), default=None)
 
     def held(self) -> set[Block]:
         """What tables name."""
@@ -162,6 +182,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.policy = 0
         self.ledger, self.model = Ledger(), Model(self.groups)
         self.transaction = self.step = 0
         self.flights: dict[int, list[RowSpan]] = {}
@@ -197,21 +218,27 @@ class LedgerMachine(RuleBasedStateMachine):
             request["blocks"][handle.group].append(handle.block)
 
     def evictions(self, data: st.DataObject) -> list[Any]:
-        leaves = list(self.ledger.evictable_leaves())
+        leaves: list[Any] = list(self.ledger.evictable_leaves())
+        leaves += [tail for tail in self.ledger.tails() if not tail.references]
         return (
             data.draw(st.lists(st.sampled_from(leaves), unique_by=lambda leaf: leaf.handle)) if leaves else []
         )
 
     def named(self, leaves: list[Any]) -> set[Block]:
         """Every block of some leaves; a leaf names those of the first group, its pages have the others."""
-        first = {(0, int(block)) for leaf in leaves for block in leaf.blocks}
-        return {block for blocks in self.model.index.values() if blocks & first for block in blocks}
+        tails = {(0, leaf.block) for leaf in leaves if isinstance(leaf, TailView)}
+        edges = [leaf for leaf in leaves if not isinstance(leaf, TailView)]
+        first = {(0, int(block)) for leaf in edges for block in leaf.blocks}
+        gone = {key: blocks for key, blocks in self.model.index.items() if blocks & first}
+        hung = {block for tail, block in self.model.tails.items() if tail[0] in gone}
+        return {block for blocks in gone.values() for block in blocks} | hung | tails
 
     def forget(self, blocks: set[Block]) -> dict[Prefix, set[Block]]:
         """Takes blocks out of the index; what it named."""
         index = self.model.index
         gone = {key: bundle for key, bundle in index.items() if bundle & blocks}
         self.model.index = {key: bundle for key, bundle in index.items() if key not in gone}
+        self.model.tails = {tail: block for tail, block in self.model.tails.items() if block not in blocks}
         return gone
 
     def free(self, group: int) -> int:
@@ -247,6 +274,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         request = self.model.running[handle]
         self.do_dispatch([RowSpan(handle, request["valid"], len(tokens) - request["valid"])], [])
+        if request["step"] is None:
+            return  # The copy of a tail that was hit found no block.
         self.do_complete(self.step, ["keep"], [0])
         self.do_publish([handle])
         if ends:
@@ -262,15 +291,24 @@ class LedgerMachine(RuleBasedStateMachine):
         path = [model.index[model.prefix(scope, tokens, page + 1)] for page in range(pages)]
         need = [-(-len(tokens) // size) - pages * model.page // size for size in model.sizes]
         semantic = model.semantic(scope, tokens) if lookup else 0
+        valid, behind = pages * model.page, []
+        tail = model.longest_tail(scope, tokens, pages, self.policy) if self.policy and pages else None
+        if tail is not None and min(valid + len(tail[1]), len(tokens) - 1) > valid:
+            semantic = max(semantic, valid + len(tail[1]))
+            valid = min(valid + len(tail[1]), len(tokens) - 1)
+            behind, need = [model.tails[tail]], [need[0] - 1]
         self.transaction += 1
         content = np.array(tokens, dtype="<i4").tobytes()
-        own = [leaf for leaf in leaves if self.named([leaf]) & set().union(*path)]
+        own = [leaf for leaf in leaves if self.named([leaf]) & set().union(*path, behind)]
         if own:
             named = tuple(leaf.handle for leaf in own)
-            self.apply(Admit(self.transaction, scope, content, lookup, named), EvictLiveBlock)
+            self.apply(
+                Admit(self.transaction, scope, content, lookup, named, (), self.policy), EvictLiveBlock
+            )
         evict = [leaf for leaf in leaves if leaf not in own]
         gone = self.named(evict)
-        command = Admit(self.transaction, scope, content, lookup, tuple(leaf.handle for leaf in evict))
+        named = tuple(leaf.handle for leaf in evict)
+        command = Admit(self.transaction, scope, content, lookup, named, (), self.policy)
         if self.lacks_room(need, gone):
             self.apply(command, OutOfMemory)
             return None
@@ -280,15 +318,19 @@ class LedgerMachine(RuleBasedStateMachine):
         receipt = self.apply(command)
         self.forget(gone)
         event(f"hit of {pages} pages")
-        assert (receipt.match.runtime, receipt.match.semantic) == (pages * model.page, semantic)
+        assert (receipt.match.runtime, receipt.match.semantic) == (valid, semantic)
+        assert receipt.match.tail == valid - pages * model.page and valid < len(tokens)
+        if behind:
+            event(f"hit of a tail of {receipt.match.tail} rows")
         shared: list[list[int]] = [[] for _ in model.sizes]
         for handle in receipt.shared_blocks:
             shared[handle.group].append(handle.block)
         request: dict[str, Any] = {"scope": scope, "tokens": list(tokens), "leased": pages}
-        request |= {"valid": pages * model.page}
+        request |= {"valid": valid}
         request |= {"blocks": shared, "step": None, "ending": None, "transaction": self.transaction}
         request["cut"] = None
         assert [model.page_blocks(request, page) for page in range(pages)] == path
+        assert [(0, block) for block in shared[0][pages * model.page // model.sizes[0] :]] == behind
         self.take(request, receipt.new_blocks)
         model.running[receipt.request] = request
         return receipt.request
@@ -317,7 +359,8 @@ class LedgerMachine(RuleBasedStateMachine):
         return max(0, -(-(row.start + row.count) // self.model.sizes[group]) - held)
 
     def do_dispatch(self, rows: list[RowSpan], evict: list[Any]) -> None:
-        forgotten = self.forget(self.named(evict))
+        before = self.model.index, self.model.tails
+        self.forget(self.named(evict))
         groups = range(len(self.groups))
         copies = [self.expected_copies(rows, group) for group in groups]
         need = [sum(self.growth(row, group) for row in rows) + len(copies[group]) for group in groups]
@@ -325,7 +368,7 @@ class LedgerMachine(RuleBasedStateMachine):
         command = Dispatch(self.step, tuple(rows), tuple(leaf.handle for leaf in evict))
         if self.lacks_room(need, set()):
             self.apply(command, OutOfMemory)
-            self.model.index |= forgotten
+            self.model.index, self.model.tails = before
             return
         receipt = self.apply(command)
         assert len(receipt.new_blocks) == sum(need) and len(receipt.copies) == sum(map(len, copies))
@@ -507,6 +550,7 @@ class LedgerMachine(RuleBasedStateMachine):
         scope = Scope(namespace, model.floor[namespace], b"w")
         mine = {key for key in model.index if key[0] == scope}
         blocks = {block for key in mine for block in model.index[key]}
+        blocks |= {block for tail, block in model.tails.items() if tail[0] in mine}
         if blocks & (model.held() | model.read_by_copies()) or mine & model.leased():
             self.apply(Reset(scope), ResetWithLiveReferences)
             return
@@ -557,6 +601,7 @@ class LedgerMachine(RuleBasedStateMachine):
         model.floor[namespace] += 1
         receipt = self.apply(AdvanceGeneration(namespace, model.floor[namespace]))
         model.index = {key: bundle for key, bundle in model.index.items() if key[0].namespace != namespace}
+        model.tails = {tail: block for tail, block in model.tails.items() if tail[0] in model.index}
         for request in model.running.values():
             if request["scope"].namespace == namespace:
                 request["leased"] = 0
@@ -568,7 +613,8 @@ class LedgerMachine(RuleBasedStateMachine):
         audit(ledger)
         held, leased = model.held() | model.read_by_copies(), model.leased()
         kept = {key for key in model.index if key in leased}
-        idle = {block for key in set(model.index) - kept for block in model.index[key]} - held
+        idle = {block for key in set(model.index) - kept for block in model.index[key]}
+        idle = (idle | set(model.tails.values())) - held
         for group in range(len(self.groups)):
             gauge = ledger.gauge(group)
             assert gauge.free == self.free(group)
@@ -582,6 +628,10 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert ledger.table(handle, group).tolist() == blocks
             for place, content in model.rows(request, 0, request["valid"]):
                 assert model.device[place] == content
+        assert {(0, tail.block) for tail in ledger.tails()} == set(model.tails.values())
+        for ((scope, pages), rows, _), block in model.tails.items():
+            for row in range(len(rows)):
+                assert model.device[(block, row)] == (scope, pages + rows[: row + 1])
         for (block, _), (scope, _) in model.device.items():
             assert scope.generation >= model.floor[scope.namespace] or block in held
 
@@ -603,6 +653,111 @@ class TwoGroupMachine(LedgerMachine):
 
     groups = TWO_GROUPS
 
+    @precondition(lambda self: self.model.running)
+    @rule()
+    def publish_tail(self) -> None:
+        self.apply(PublishTail(next(iter(self.model.running)), 1), TailsNeedOneFullGroup)
+
+
+class TailMachine(LedgerMachine):
+    """The same rules, with tails published and asked for; blocks of four, so that a tail has one to three rows."""
+
+    groups = (GroupSpec("full", 4, 8),)
+
+    @rule(policy=st.sampled_from([0, 1, 1, 1, 2, 3]))
+    def ask_for(self, policy: int) -> None:
+        """Later admissions ask for tails of this policy; 0 is full blocks only."""
+        self.policy = policy
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), policy=st.sampled_from([1, 1, 2, 3]), ends=st.booleans())
+    def publish_tail(self, data: st.DataObject, policy: int, ends: bool) -> None:
+        model = self.model
+        handle = data.draw(st.sampled_from(list(model.running)))
+        request = model.running[handle]
+        if request["scope"].generation < model.floor[request["scope"].namespace]:
+            self.apply(PublishTail(handle, policy), StaleNamespaceGeneration)
+            return
+        if request["step"] is not None:
+            self.apply(PublishTail(handle, policy), RequestInFlight)
+            return
+        self.do_publish_tail(handle, policy)
+        if ends:
+            self.apply(Release(handle, "finish"))
+            self.end(handle)
+
+    def do_publish_tail(self, handle: RequestHandle, policy: int) -> None:
+        model, request = self.model, self.model.running[handle]
+        full, rows = divmod(request["valid"], model.page)
+        receipt = self.apply(PublishTail(handle, policy))
+        known = model.indexed_pages(request["scope"], request["tokens"][: full * model.page])
+        assert (receipt.entry.tokens_before, receipt.entry.tokens_after) == (
+            known * model.page,
+            full * model.page,
+        )
+        for page in range(known, full):
+            key = model.prefix(request["scope"], request["tokens"], page + 1)
+            model.index[key] = model.page_blocks(request, page)
+        event(f"tail {receipt.outcome}")
+        if not full or not rows:
+            request["leased"] = max(request["leased"], full if full > known else 0)
+            assert receipt.outcome == ("no_rows" if full else "no_whole_page") and not receipt.tail
+            return
+        request["leased"] = full
+        prefix = model.prefix(request["scope"], request["tokens"], full)
+        tail = (prefix, tuple(request["tokens"][full * model.page : request["valid"]]), policy)
+        block = (0, request["blocks"][0][full])
+        if tail in model.tails:
+            assert receipt.outcome == "present"
+        elif block in model.indexed():
+            assert receipt.outcome == "block_has_a_tail" and not receipt.tail
+        elif sum(other[0] == prefix for other in model.tails) == TAILS_PER_NODE:
+            assert receipt.outcome == "node_full" and not receipt.tail
+        else:
+            assert receipt.outcome == "entered" and len(receipt.tail) == 1
+            model.tails[tail] = block
+
+    @rule(namespace=NAMESPACES, tokens=PROMPTS, policy=st.sampled_from([1, 1, 2]))
+    def serve_with_tail(self, namespace: str, tokens: list[int], policy: int) -> None:
+        """A whole request whose tail is published at its end."""
+        self.do_serve_with_tail(namespace, tokens, policy)
+
+    def do_serve_with_tail(self, namespace: str, tokens: list[int], policy: int) -> None:
+        self.policy = policy
+        handle = self.do_admit(namespace, tokens, True, [])
+        if handle is None:
+            return
+        request = self.model.running[handle]
+        if request["step"] is None and request["valid"] < len(tokens):
+            self.do_dispatch([RowSpan(handle, request["valid"], len(tokens) - request["valid"])], [])
+        if request["step"] is not None:
+            self.do_complete(self.step, ["keep"], [0])
+        self.do_publish_tail(handle, policy)
+        self.apply(Release(handle, "finish"))
+        self.end(handle)
+
+    @initialize(first=PROMPTS, second=PROMPTS, running=st.booleans())
+    def warm(self, first: list[int], second: list[int], running: bool) -> None:
+        """Machines start with a tail."""
+        self.do_serve_with_tail("a", [*first[:LONGEST], *([1] * 5)][:7], 1)
+        self.do_serve("a", second, True, not running)
+
+    @precondition(lambda self: self.model.tails)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=4), ends=st.booleans())
+    def go_on(self, data: st.DataObject, more: list[int], ends: bool) -> None:
+        """A prompt that begins with all that a tail ends."""
+        ((scope, pages), rows, policy) = data.draw(st.sampled_from(sorted(self.model.tails, key=repr)))
+        self.policy, tokens = policy, [*pages, *rows, *more][:LONGEST]
+        if ends:
+            self.do_serve_with_tail(scope.namespace, tokens, policy)
+        else:
+            self.do_admit(scope.namespace, tokens, True, self.evictions(data))
+
+    @rule()
+    def tails_of_no_policy(self) -> None:
+        for handle in list(self.model.running)[:1]:
+            self.apply(PublishTail(handle, 0), MalformedCommand)
+
 
 EXAMPLES = int(os.environ.get("COPYHOLD_LEDGER_EXAMPLES", "200"))
 _LIVES = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)
@@ -611,3 +766,5 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = _LIVES
 TestTwoGroupMachine = TwoGroupMachine.TestCase
 TestTwoGroupMachine.settings = _LIVES
+TestTailMachine = TailMachine.TestCase
+TestTailMachine.settings = _LIVES

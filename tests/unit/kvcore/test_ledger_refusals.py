@@ -26,6 +26,7 @@ from copyhold.kvcore.commands import (
     GroupSpec,
     NodeHandle,
     Publish,
+    PublishTail,
     Release,
     RequestHandle,
     Reset,
@@ -139,6 +140,12 @@ def _genesis_repeated(driver: Any) -> Callable[[], object]:
 def _unsupported_cache_groups(driver: Any) -> Callable[[], object]:
     driver.ledger = Ledger()
     return _applying(driver, Genesis(b"w", (), 4, 64, "pool"))
+
+
+@case("tails_need_one_full_group")
+def _tails_need_one_full_group(driver: Any) -> Callable[[], object]:
+    _sliding(driver, (FULL, GroupSpec("coarse", 8, 8)))
+    return _applying(driver, PublishTail(driver.admit([1]).request, 1))
 
 
 def _sliding(driver: Any, groups: tuple[GroupSpec, ...], requests: int = 4) -> None:

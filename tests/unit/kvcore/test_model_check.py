@@ -16,6 +16,7 @@ from copyhold.kvcore.model_check import (
     DEEP,
     EXPECTED_MOVES,
     EXPECTED_REFUSALS,
+    TAILS,
     WINDOW,
     Bounds,
     CheckReport,
@@ -42,7 +43,9 @@ def test_every_move_and_every_refusal_occurs() -> None:
     window = explore(WINDOW, 1500, 1)
     assert deep.complete and not deep.violations and not wide.violations, wide.text()
     assert not window.violations, window.text()
-    assert set(deep.moves) | set(wide.moves) == EXPECTED_MOVES
+    tails = explore(TAILS, 300, 1)
+    assert not tails.violations, tails.text()
+    assert set(deep.moves) | set(wide.moves) | set(tails.moves) == EXPECTED_MOVES
     assert set(deep.refusals) | set(wide.refusals) | set(window.refusals) == EXPECTED_REFUSALS
     assert not wide.document()["ok"], "a search that was cut short proves nothing"
 
