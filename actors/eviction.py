@@ -114,6 +114,8 @@ class Evictor:
         self._hit[blocks] = True
         self.policy_of(namespace).touched(self._used(terminal, blocks))
         self._lifetimes.extend(blocks, _until(asked, now_s))
+        if terminal is not None:
+            self._look_again_below(namespace, terminal, 1)
 
     def worth_keeping(
         self, namespace: str, first_page: int, blocks: int, asked: Retention, given_blocks: int = 0
@@ -161,6 +163,8 @@ class Evictor:
         self._lifetimes.start(blocks, until_s)
         self._lifetimes.watch(path[-1], until_s)
         self.policy_of(namespace).published(blocks, first_page, self._prints(blocks))
+        if len(path) > 1:
+            self._look_again_below(namespace, path[-2], 2)
 
     def released(
         self, namespace: str, terminal: NodeHandle | None, blocks: np.ndarray, reply_tokens: int = 0
@@ -292,6 +296,14 @@ class Evictor:
         if self._recency == "path" or terminal is None:
             return blocks
         return blocks[-len(self._ledger.state.tree.blocks[terminal.node]) :]
+
+    def _look_again_below(self, namespace: str, node: NodeHandle, most: int) -> None:
+        """Queue the children of a node that may just have come from a split, which has no more than ``most``: the lower
+        half keeps its handle and its place in a queue, but is judged by another block now."""
+        tree = self._ledger.state.tree
+        if 0 < tree.num_children.item(node.node) <= most:
+            for child in tree.children_of(node.node):
+                self._queue(namespace).push(NodeHandle(child, tree.generation.array.item(child)))
 
     def _queue(self, namespace: str) -> Queue:
         name = _OPEN if self._shares.is_open(namespace) else namespace

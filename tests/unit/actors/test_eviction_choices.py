@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from dry_replica import BLOCK, DryReplica
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from local_replica import run_of
 
@@ -157,9 +157,20 @@ requests = st.lists(
 )
 
 
+AFTER_SPLITS = [
+    *[("a", 0, 0, 0, 1, 1, 0)] * 6,
+    ("a", 0, 0, 0, 1, 4, 0),
+    ("a", 0, 0, 0, 5, 4, 0),
+    ("a", 0, 4, 0, 1, 4, 0),
+    ("a", 0, 4, 0, 1, 1, 0),
+]
+"""A split changes the block by which the lower edge is judged; once a worse victim was chosen after one."""
+
+
 @pytest.mark.parametrize("policy", sorted(SERVED_POLICIES))
 @settings(max_examples=10, deadline=None)
 @given(history=requests)
+@example(history=AFTER_SPLITS)
 def test_candidates_are_those_of_a_scan_and_choices_those_of_brute_force(policy, history):
     served = DryReplica(CacheSettings(policy=policy), num_blocks=24, max_requests=3)
     for namespace, stem, shared, own, private, max_new, steps in history:
