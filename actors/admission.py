@@ -86,12 +86,12 @@ class Admission:
     def _admit(self, entry: Entry) -> None:
         """Raises ``NoRoom``: some running request has to end first; nothing changed."""
         tokens, namespace = entry.known_tokens(), entry.scope.namespace
-        probe = self._book.ledger.probe(entry.scope, tokens, entry.submission.lookup)
+        probe = self._book.ledger.probe(entry.scope, tokens, entry.submission.lookup, self._book.tail_policy)
         blocks = -(-(len(tokens) // 4) // self._book.block_size)
         try:
             windows = self._book.ledger.prompt_window_blocks(len(tokens) // 4, probe.match.runtime)
             needs = {namespace: blocks - len(probe.blocks)}
-            victims = self._book.evictor.choose(needs, frozenset(probe.path), windows)
+            victims = self._book.evictor.choose(needs, frozenset((*probe.path, *probe.tail)), windows)
         except NoRoom as error:
             if any(error.namespace in (None, other.scope.namespace) for other in self._book.running):
                 raise
@@ -104,7 +104,13 @@ class Admission:
         self._transaction += 1
         receipt: AdmitReceipt = self._book.apply(
             Admit(
-                self._transaction, entry.scope, tokens, entry.submission.lookup, victims.nodes, victims.trim
+                self._transaction,
+                entry.scope,
+                tokens,
+                entry.submission.lookup,
+                victims.nodes,
+                victims.trim,
+                self._book.tail_policy,
             ),
             AdmitReceipt,
         )

@@ -21,6 +21,8 @@ MakePolicy = Callable[[int, int], Policy]
 """(units, capacity in units) -> a new policy."""
 
 DEFAULT_POLICY = "cost"
+TAIL_POLICY = 1
+"""The ledger's number for tails that requests leave when they end."""
 
 
 def _cost_aware(num_units: int, capacity: int, attention_pages: int = 0) -> Policy:
@@ -66,13 +68,17 @@ def refuse_lossy(name: str) -> None:
 
 
 class CacheSettings(msgspec.Struct, frozen=True):
-    """One pool's policy, shares and limits. ``attention_pages``: see ``CostAware``; ``recency``: what counts as use."""
+    """One pool's policy, shares and limits. ``attention_pages``: see ``CostAware``; ``recency``: what counts as use.
+
+    ``tails``: a request that ends well leaves the rows after its last whole block as a partial tail, and later ones may hit it.
+    """
 
     policy: str = DEFAULT_POLICY
     recency: RecencyRule = "path"
     shares: ShareSettings = ShareSettings()
     limits: RetentionLimits = RetentionLimits()
     attention_pages: int = 0
+    tails: bool = False
 
     def __post_init__(self) -> None:
         """Raises: ``LossyEvictionInExactMode``; ``ValueError`` for a rule that is none, or none for this policy."""
@@ -81,6 +87,10 @@ class CacheSettings(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.recency!r} is not one of {', '.join(RECENCY_RULES)}")
         if self.recency == "edge" and self.policy == "cost":
             raise ValueError("edge is no rule for the policy cost, which learns from whole paths")
+        if self.tails and (self.shares.isolation == "strict" or self.shares.named):
+            raise ValueError(
+                "tails are given back with their edges, which shares of single namespaces do not allow for"
+            )
 
     def make_policy(self, num_units: int, capacity: int) -> Policy:
         """A new policy of the chosen kind."""

@@ -86,7 +86,8 @@ class Dispatcher:
 
     def _growth_blocks(self, span: RowSpan) -> int:
         given = int(self._book.ledger.num_blocks[span.request.slot])
-        return max(0, -(-(span.start + span.count) // self._book.block_size) - given)
+        growth = max(0, -(-(span.start + span.count) // self._book.block_size) - given)
+        return growth + (self._book.ledger.copies_tail(span) if self._book.tail_policy else 0)
 
     def _preempt_youngest(self, namespace: str | None) -> None:
         """Give the youngest request's blocks back, of one namespace or of all; it is admitted again, with what it has

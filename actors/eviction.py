@@ -182,6 +182,8 @@ class Evictor:
             self._chosen.pop(node, None)
         for namespace, blocks in victims.freed_by_namespace.items():
             self._shares.give_back(namespace, blocks)
+        if not victims.blocks:
+            return
         gone = victims.blocks[0] if len(victims.blocks) == 1 else np.concatenate(victims.blocks)
         self._counts["evicted_blocks"] += len(gone)
         self._counts["evicted_unused_blocks"] += len(gone) - int(np.count_nonzero(self._hit[gone]))
@@ -228,6 +230,7 @@ class Evictor:
                 if over and choice.take({namespace: self._num_blocks}, over) < over:
                     raise NoRoom(over, choice.freed_blocks, namespace)
             missing = sum(needs.values()) - free - choice.freed_blocks
+            missing -= choice.take_tails(missing)
             if missing > 0:
                 freed = choice.take(self._spare(needs), missing)
                 if freed < missing:
@@ -348,6 +351,7 @@ class _Choice:
         self._protected = protected
         self._set_aside: list[tuple[Queue, NodeHandle, int]] = []
         self._nodes: list[NodeHandle] = []
+        self._tails: list[NodeHandle] = []
         self._namespaces: list[str] = []
         self._blocks: list[np.ndarray] = []
         self._freed: dict[str, int] = {}
@@ -358,11 +362,36 @@ class _Choice:
 
     def victims(self, trim: tuple[BlockHandle, ...] = ()) -> Victims:
         names, blocks = tuple(self._namespaces), tuple(self._blocks)
-        return Victims(tuple(self._nodes), dict(self._freed), names, blocks, trim)
+        return Victims((*self._tails, *self._nodes), dict(self._freed), names, blocks, trim)
 
     def taken(self) -> list[int]:
         """Ids of the edges taken so far."""
         return [node.node for node in self._nodes]
+
+    def take_tails(self, needed: int) -> int:
+        """Take partial tails that nobody holds: they go before any whole block; the blocks that frees."""
+        tails, freed = self._tree.tails, 0
+        if needed <= 0 or not tails.by_node:
+            return 0
+        refs = self._evictor._ledger.state.pool.ref.array
+        for tail in sorted(tails.tokens):
+            handle = tails.handle(tail)
+            if freed == needed or refs.item(tails.block_of(tail)) or handle in self._protected:
+                continue
+            self._tails.append(handle)
+            self._count(self._tree.scope.array.item(tails.node.array.item(tail)), 1)
+            freed += 1
+        return freed
+
+    def _count(self, scope_id: int, blocks: int) -> str:
+        """Counts blocks as freed by a scope's namespace, which it names."""
+        namespace = self._namespace_of.get(scope_id)
+        if namespace is None:
+            namespace = self._evictor._ledger.state.scopes.scope(scope_id).namespace
+            self._namespace_of[scope_id] = namespace
+        self._freed[namespace] = self._freed.get(namespace, 0) + blocks
+        self.freed_blocks += blocks
+        return namespace
 
     def take(self, spare: Mapping[str, int], needed: int) -> int:
         """Take least worth edges from the queues, at most ``spare`` blocks of each; the blocks that frees."""
@@ -446,18 +475,14 @@ class _Choice:
     def _remove(self, node: NodeHandle, queue: Queue) -> None:
         evictor, tree, number = self._evictor, self._tree, node.node
         blocks, parent = tree.blocks[number], tree.parent.array.item(number)
-        scope_id = tree.scope.array.item(number)
-        namespace = self._namespace_of.get(scope_id)
-        if namespace is None:
-            namespace = evictor._ledger.state.scopes.scope(scope_id).namespace
-            self._namespace_of[scope_id] = namespace
+        hung = tree.tails.at(number) if tree.tails.by_node else ()
+        with_it = sum(tree.tails.handle(tail) not in self._tails for tail in hung)
+        namespace = self._count(tree.scope.array.item(number), len(blocks) + with_it)
         queue.take(node)
         evictor._chosen[node] = (queue, tree.first_blocks[0].item(number))
         self._nodes.append(node)
         self._namespaces.append(namespace)
         self._blocks.append(blocks)
-        self._freed[namespace] = self._freed.get(namespace, 0) + len(blocks)
-        self.freed_blocks += len(blocks)
         if parent:
             gone = evictor._gone
             gone[parent] = children = gone.get(parent, 0) + 1

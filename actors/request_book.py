@@ -17,7 +17,7 @@ from copyhold.kvcore.commands import Command, Evict, Genesis, Release, RequestHa
 from copyhold.kvcore.ledger import Ledger
 from copyhold.kvcore.receipts import EvictReceipt, ReleaseReceipt
 
-from .cache_settings import CacheSettings
+from .cache_settings import TAIL_POLICY, CacheSettings
 from .eviction import Evictor, Victims
 from .floor_book import FloorBook
 from .group_room import require_room
@@ -34,7 +34,9 @@ class RequestBook:
     """Lent to admission, dispatch and the scheduler of one replica; nobody else changes it."""
 
     def __init__(self, genesis: Genesis, cache: CacheSettings, recording: Recording | None) -> None:
-        """Raises: ``ValueError`` for strict shares of a pool with windows, which no share counts; ``CacheGroupsUnfit``."""
+        """Raises: ``ValueError`` for strict shares of a pool with windows, which no share counts, and for tails where the
+        ledger has none; ``CacheGroupsUnfit``.
+        """
         require_room(genesis)
         group = genesis.groups[0]
         self.genesis = genesis
@@ -48,6 +50,9 @@ class RequestBook:
         self.evictor = Evictor(
             self.ledger, group.num_blocks, self.shares, cache.make_policy, cache.limits, cache.recency
         )
+        if cache.tails and (len(genesis.groups) > 1 or group.window):
+            raise ValueError("tails need a model with one cache group of full attention")
+        self.tail_policy = TAIL_POLICY if cache.tails else 0
         self.floors = FloorBook()
         self.waiting: deque[Entry] = deque()
         self.running: list[Entry] = []
@@ -99,6 +104,22 @@ class RequestBook:
         if victims.nodes or victims.trim:
             self.apply(Evict(victims.nodes, victims.trim), EvictReceipt)
             self.evictor.evicted(victims)
+
+    def copied_tails(self, entries: list[Entry]) -> dict[int, str]:
+        """Blocks that these requests' step copies and whose tail was revoked meanwhile, by namespace."""
+        if not self.tail_policy:
+            return {}
+        sources = self.ledger.state.requests.sources[0].array
+        above = [entry for entry in entries if self.floors.above(entry.scope)]
+        found = {int(sources[held(entry).slot]) - 1: entry.scope.namespace for entry in above}
+        return {block: namespace for block, namespace in found.items() if block >= 0}
+
+    def give_back_tails(self, blocks: dict[int, str]) -> None:
+        """Those of `copied_tails` that nobody holds any more are no longer the namespace's."""
+        pool = self.ledger.state.pool
+        for block, namespace in blocks.items():
+            if not pool.ref.array[block] and not pool.node.array[block]:
+                self.shares.give_back(namespace, 1)
 
     def finish(self, entry: Entry, reason: str, completion_tokens: int) -> None:
         """End well; a preempted request that waits to go on holds nothing to release."""

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from copyhold.kvcore.commands import AdvanceGeneration, Complete, Genesis, Publish
+from copyhold.kvcore.commands import AdvanceGeneration, Complete, Genesis, Publish, PublishTail
 from copyhold.kvcore.ledger import Ledger
-from copyhold.kvcore.receipts import AdvanceReceipt, PublicationReceipt, PublishedPath
+from copyhold.kvcore.receipts import AdvanceReceipt, PublicationReceipt, PublishedPath, TailReceipt
 
 from .admission import Admission
 from .agreement import Agreement
@@ -236,7 +236,9 @@ class Scheduler:
             )
         dispatched, self._dispatched = self._dispatched, []
         sampled = tuple(zip(plan.sample, tokens, strict=True))
+        held_tails = self._book.copied_tails([entry for entry, _ in dispatched])
         self._book.apply(Complete(plan.step, sampled, ()))
+        self._book.give_back_tails(held_tails)
         for entry, span in dispatched:
             entry.valid_rows = span.start + span.count
         self._publish([entry for entry, _ in dispatched])
@@ -253,6 +255,7 @@ class Scheduler:
             entry.end(CANCELLED)
         for entry in (*self._book.running, *self._book.waiting):
             if entry.wanted_tokens is not None:
+                self._publish_tail(entry)
                 self._book.finish(entry, "stop", entry.wanted_tokens)
 
     def _draws(self, sample: tuple[int, ...]) -> tuple[Draw, ...]:
@@ -279,6 +282,19 @@ class Scheduler:
             if self._on_publication is not None:
                 self._on_publication(entry, path.tokens_before, path.tokens_after)
 
+    def _publish_tail(self, entry: Entry) -> None:
+        """Leave the rows after the last whole block of a request that ends well."""
+        if (
+            not self._book.tail_policy
+            or entry.handle is None
+            or not entry.submission.publish
+            or not entry.keeps
+        ):
+            return
+        if not self._book.floors.above(entry.scope):
+            receipt = self._book.apply(PublishTail(held(entry), self._book.tail_policy), TailReceipt)
+            self._note_published(entry, receipt.entry)
+
     def _note_published(self, entry: Entry, path: PublishedPath) -> None:
         first, end = path.tokens_before // self._book.block_size, path.tokens_after // self._book.block_size
         entry.published_blocks = end
@@ -304,4 +320,5 @@ class Scheduler:
             entry.put(TokenChunk((token,)))
         limit = min(entry.submission.max_new_tokens, self._book.genesis.max_model_len - len(entry.prompt))
         if stopped or len(entry.generated) >= limit:
+            self._publish_tail(entry)
             self._book.finish(entry, "stop" if stopped else "length", entry.emitted)

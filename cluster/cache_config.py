@@ -67,4 +67,5 @@ def cache_settings(config: Config) -> CacheSettings:
         parse_shares(config.tenant_blocks, config.isolation),
     )
     limits = RetentionLimits(config.cache_priority_max, config.cache_ttl_max_s, config.pin_blocks)
-    return CacheSettings(config.eviction_policy, cast(RecencyRule, config.cache_recency), shares, limits)
+    recency = cast(RecencyRule, config.cache_recency)
+    return CacheSettings(config.eviction_policy, recency, shares, limits, tails=config.cache_tails)

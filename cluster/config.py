@@ -124,6 +124,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "What a hit uses: path, all of it, or edge, its last edge, so that a shared root ages (not with cost).",
         ),
     ] = "path"
+    cache_tails: Annotated[
+        bool,
+        _bounded(
+            "",
+            "Keep the partial block at a request's end, so that hits need not end with a block (one cache group, elastic).",
+        ),
+    ] = False
     isolation: Annotated[
         str,
         _bounded(

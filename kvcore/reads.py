@@ -210,6 +210,14 @@ class LedgerReads:
             found.append(TailView(tails.handle(tail), hung, block, len(tails.tokens[tail]), policy, held))
         return tuple(found)
 
+    def copies_tail(self, span: RowSpan) -> bool:
+        """Whether a Dispatch of these rows copies a partial tail's block first."""
+        state, slot = self.state, span.request.slot
+        page, behind = divmod(span.start, state.block_size)
+        if not behind or page >= int(state.requests.num_blocks.array[slot]):
+            return False
+        return int(state.pool.node.array[state.requests.tables[slot, page]]) < 0
+
     def evictable_window_blocks(self) -> tuple[WindowLine, ...]:
         """For each group with a window, the blocks that a `trim` would accept now, those first in line in front."""
         return window_lines(self.state)

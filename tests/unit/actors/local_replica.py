@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from paged_run import make_batch
 
+from copyhold.actors.cache_settings import DEFAULT_CACHE, CacheSettings
 from copyhold.actors.dispatch import StepBudget
 from copyhold.actors.engine import Engine
 from copyhold.actors.in_process import RankSet, ReplicaShape, Wrap
@@ -97,6 +98,7 @@ class LocalReplica:
         pools: Callable[[int], type[KVPool]] = lambda _: KVPool,
         shared_prefix: SharedPrefix = "auto",
         other_block_sizes: tuple[int, ...] = (),
+        cache: CacheSettings = DEFAULT_CACHE,
     ) -> None:
         self.meeting = ThreadMeeting(checkpoint.tp_size)
         shape = ReplicaShape(
@@ -108,7 +110,7 @@ class LocalReplica:
         self.pools, self.ranks, self.member = self.rank_set.pools, self.rank_set.ranks, self.rank_set.member
         self.published: list[tuple[str, int, int]] = []
         budget = StepBudget(step_tokens, chunk_tokens)
-        self.scheduler = Scheduler(self.rank_set.genesis, budget, self._note_publication)
+        self.scheduler = Scheduler(self.rank_set.genesis, budget, self._note_publication, cache)
         self._clock_s = 0.0
         self._requests = 0
 
