@@ -133,6 +133,7 @@ class Admission:
             asked,
             self._clock(),
         )
+        self._book.evictor.hit_tail(receipt.match.tail)
         given = int(self._book.ledger.num_blocks[receipt.request.slot])
         growth = max(0, entry.num_tokens // self._book.block_size - given)
         entry.keeps = not asked.no_store and self._book.evictor.worth_keeping(

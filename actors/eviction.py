@@ -117,6 +117,10 @@ class Evictor:
         if terminal is not None:
             self._look_again_below(namespace, terminal, 1)
 
+    def hit_tail(self, rows: int) -> None:
+        """An authorized lookup hit a partial tail behind those blocks."""
+        self._counts["cached_tokens"] += rows
+
     def worth_keeping(
         self, namespace: str, first_page: int, blocks: int, asked: Retention, given_blocks: int = 0
     ) -> bool:

@@ -51,6 +51,11 @@ def check_cache(config: Config) -> None:
         named = parse_shares(config.tenant_blocks, config.isolation)
     except ValueError as error:
         raise ConfigError("tenant_blocks", f"tenant_blocks: {error}") from None
+    if config.cache_tails and (config.isolation == "strict" or named):
+        raise ConfigError(
+            "cache_tails",
+            "cache_tails needs isolation = elastic without tenant_blocks: shares do not allow for tails",
+        )
     floors = sum(share.floor_blocks for share in named.values())
     if sized and floors > config.num_blocks:
         raise ConfigError(

@@ -43,6 +43,7 @@ def test_two_at_once_share_one_tail_and_each_goes_on_in_a_copy(replica, cold):
     served.run()
     for turn, stream in zip(turns, streams, strict=True):
         assert stream.admitted.cached_tokens == 45 and stream.tokens == cold(turn, 5)
+    assert served.scheduler.cache_report().cached_tokens == served.scheduler.cached_tokens == 3 * 45
     served.check_quiet()
 
 

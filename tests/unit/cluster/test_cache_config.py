@@ -25,6 +25,8 @@ from copyhold.kvcore.contract_errors import LossyEvictionInExactMode
         ({"tenant_blocks": "acme"}, "tenant_blocks"),
         ({"tenant_blocks": "acme=300, bravo=300"}, "tenant_blocks"),
         ({"tenant_blocks": "acme=1-2", "isolation": "strict"}, "tenant_blocks"),
+        ({"cache_tails": True, "isolation": "strict"}, "cache_tails"),
+        ({"cache_tails": True, "tenant_blocks": "acme=64-128"}, "cache_tails"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_key(values, key):
@@ -58,6 +60,7 @@ def test_settings_reach_the_scheduler():
     )
     assert (made.policy, made.recency) == ("slru", "edge")
     assert made.shares == ShareSettings("elastic", 256, {"acme": Share(64, 128)})
+    assert not made.tails and cache_settings(Config(cache_tails=True)).tails
     assert (made.limits.max_priority, made.limits.max_ttl_s, made.limits.pin_blocks) == (1, 60.0, 8)
 
 
