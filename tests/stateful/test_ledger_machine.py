@@ -767,4 +767,4 @@ TestLedgerMachine.settings = _LIVES
 TestTwoGroupMachine = TwoGroupMachine.TestCase
 TestTwoGroupMachine.settings = _LIVES
 TestTailMachine = TailMachine.TestCase
-TestTailMachine.settings = _LIVES
+TestTailMachine.settings = settings(_LIVES, max_examples=max(1, EXAMPLES // 4))
