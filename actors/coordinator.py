@@ -1,6 +1,6 @@
 """The coordinator actor: a Ray shell around the routing index.
 
-Trusted for placement only (SECURITY.md): it verifies that a route is asked for under a live grant, and never sees a
+Trusted for placement only (docs/isolation.md): it verifies that a route is asked for under a live grant, and never sees a
 token or a key. It is not in the token path.
 """
 

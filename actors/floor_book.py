@@ -2,7 +2,7 @@
 
 Owns which scopes are below a floor, for the scheduler. Invariant: floors only rise; facts are of the last rise of each
 namespace, and count only requests below it.
-Source: SECURITY.md, "Serving leases and revocation"; contract K181.
+Source: docs/isolation.md; contract K181.
 """
 
 from __future__ import annotations

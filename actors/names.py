@@ -1,4 +1,4 @@
-"""Names of actors in a server's Ray namespace, which is named after its run and is no security boundary (SECURITY.md).
+"""Names of actors in a server's Ray namespace, which is named after its run and is no security boundary (docs/isolation.md).
 
 Actors find each other by name in the namespace they run in, so that servers on one cluster do not meet. A replica's
 actors carry its incarnation in their names, so that a name is never given out twice.

@@ -17,7 +17,8 @@ from copyhold.kernels import cpu
 from copyhold.kernels.batch import GroupRows, StepBatch
 from copyhold.kernels.cache_pools import CachePools, as_pools
 from copyhold.kernels.choices import SharedPrefix
-from copyhold.kernels.pool import TILE, KVPool
+from copyhold.kernels.interface import TILE
+from copyhold.kernels.pool import KVPool
 from copyhold.kernels.shared_cost import Geometry
 from copyhold.kvcore.commands import Dispatch
 from copyhold.kvcore.ledger import Ledger

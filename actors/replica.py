@@ -113,8 +113,9 @@ class Replica(OperatorCalls):
         from copyhold.kvcore.warm_up import warm_up
 
         from .cost_policy import warm_up as warm_up_policy
+        from .dispatch import StepBudget
         from .engine import Engine
-        from .scheduler import Scheduler, StepBudget
+        from .scheduler import Scheduler
 
         self._authority, self._coordinator = authority, coordinator
         await asyncio.to_thread(warm_up)

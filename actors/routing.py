@@ -1,6 +1,6 @@
 """The routing index: which replica probably holds which prefix, from publication receipts.
 
-Owns keyed chain digests by replica incarnation. Digests are keyed per namespace generation (SECURITY.md), so an entry
+Owns keyed chain digests by replica incarnation. Digests are keyed per namespace generation (docs/isolation.md), so an entry
 can only be asked for by who was granted the key; a hit here is a hint that the replica proves again by token ids, and what it
 does not prove is counted there: evicted meanwhile, or two prefixes under one digest.
 Every entry belongs to one incarnation and dies with it; a revoked generation's entries are dropped by name.

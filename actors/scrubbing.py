@@ -2,7 +2,7 @@
 
 Owns the tally per namespace that a revocation's evidence is made of; it adds up all cache groups, each in a pool of its own.
 Invariant: zeroed blocks are read back from the pools' own memory at once, before anything can be written to them again; the
-tally is of bytes found there, not of the ledger's opinion (SECURITY.md, "Rank evidence").
+tally is of bytes found there, not of the ledger's opinion (docs/isolation.md).
 """
 
 from __future__ import annotations

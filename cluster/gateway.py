@@ -1,7 +1,7 @@
 """The gateway actor: the tenant port and the admin socket, in one process of their own.
 
 Owns the two HTTP servers and the register of open streams that a revocation closes. It holds live credentials and grants
-while they pass through, mints none (SECURITY.md). The admin application listens on a 0600 unix socket only.
+while they pass through, mints none (docs/isolation.md). The admin application listens on a 0600 unix socket only.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the handles of replicas and one subscription to each. Order of every tenant call: authorize at the authority, then route,
 then generate; a stale route is asked for again once. Refusals travel as values, not as remote exceptions, so that no traceback
-crosses and equal refusals stay equal (SECURITY.md, "Refusals").
+crosses and equal refusals stay equal (docs/isolation.md).
 """
 
 from __future__ import annotations

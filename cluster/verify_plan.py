@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from copyhold.kernels.interface import KVDtype
+from copyhold.kernels.choices import KVDtype
 from copyhold.models.config import ModelConfig
 from copyhold.models.layout import Dtype
 from copyhold.models.tokenizer import ChatTokenizer

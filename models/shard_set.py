@@ -17,8 +17,8 @@ import torch
 
 from copyhold.kernels.batch import StepBatch
 from copyhold.kernels.cache_pools import CachePools
+from copyhold.kernels.choices import KVDtype
 from copyhold.kernels.errors import KernelContractMismatch
-from copyhold.kernels.interface import KVDtype
 from copyhold.kernels.pool import KVPool
 
 from .collective import Collective, SingleProcess

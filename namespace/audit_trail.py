@@ -2,7 +2,7 @@
 
 Invariant: record n names the hash of record n-1, so a head (sequence, hash) fixes everything before it; an
 edit, a rewrite or a cut tail contradicts a head that was signed and written elsewhere. Records say who did
-what to which name; never credentials, secrets, prompts or token ids. Source: SECURITY.md, "Store"; K183.
+what to which name; never credentials, secrets, prompts or token ids. Source: docs/isolation.md; K183.
 """
 
 from __future__ import annotations

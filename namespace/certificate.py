@@ -3,7 +3,7 @@
 Invariant: a certificate is one canonical JSON document; every byte of it is under the signature or is the
 signature, so any change shows. It detects faults, omissions and later edits; it does not defend against a
 malicious rank, host or job submitter, and says so. Verification needs the document and the public key alone.
-Contracts: K181; source: SECURITY.md, "Serving leases and revocation".
+Contracts: K181; source: docs/isolation.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: every field is under the signature; a verifier holds only the public key. Signature checks are
 cached by signature *and* content; time, floors and disabled keys are checked on every use. A grant lives 60 s
-with 5 s of skew and may be used many times. Contracts: K013, K016; source: SECURITY.md.
+with 5 s of skew and may be used many times. Contracts: K013, K016; source: docs/isolation.md.
 """
 
 from __future__ import annotations

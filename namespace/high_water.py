@@ -2,7 +2,7 @@
 
 Invariant: the mark is written after a commit is durable, so an honest store is never behind it; a store that
 is behind, or that has another history at the mark's position, is a restored or rolled-back one. Source:
-SECURITY.md, "Store".
+docs/isolation.md.
 """
 
 from __future__ import annotations

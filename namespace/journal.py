@@ -3,7 +3,7 @@
 Owns the term, the trail's position, the signed head file and the high-water mark. Invariant: a commit
 compares the term and the trail position, so two authorities can never both write; after any failed commit
 the position is read again before the next; the mark and the head file follow the store, never lead it.
-Source: SECURITY.md, "Store".
+Source: docs/isolation.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: the secret half exists in the credential string alone; the store holds HMAC-SHA-256 of it under a
 versioned pepper, bound to the key id. A digest is always computed and compared in constant time, also for a
-key that does not exist. Source: SECURITY.md, "Credentials, grants, keys"; K180.
+key that does not exist. Source: docs/isolation.md; K180.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: an incarnation's membership is durable before its first lease; the replica counts a lease from
 before it asked, the authority from after it answered, so the replica's always ends first; a lease is never
-given to an incarnation that ended or was fenced. Source: SECURITY.md, "Serving leases and revocation".
+given to an incarnation that ended or was fenced. Source: docs/isolation.md.
 """
 
 from __future__ import annotations

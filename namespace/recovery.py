@@ -2,7 +2,7 @@
 
 Invariant: a store that lost history is refused until an operator confirms the restore; then a new store epoch
 is drawn (grants and secrets of the old one are void), every generation goes above any that was ever given,
-keys that may have changed since are suspended and every incarnation is fenced. Source: SECURITY.md, "Store".
+keys that may have changed since are suspended and every incarnation is fenced. Source: docs/isolation.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: a namespace has exactly one principal (strict mode) and a generation that only rises; records that
 another record names exist, or the store is damaged. Keeps the present floors in memory, rebuilt at start.
-Contracts: K012, K185; source: SECURITY.md.
+Contracts: K012, K185; source: docs/isolation.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: nothing is done for a state before that state is durable, and every act may be repeated, so a crash
 at any point resumes at the last durable state and ends in the same certificate. A member that cannot be
 reached, or whose evidence does not hold, is fenced: never renewed, and reported only after its lease and the
-skew have passed. Contracts: K181; source: SECURITY.md, "Serving leases and revocation".
+skew have passed. Contracts: K181; source: docs/isolation.md.
 """
 
 from __future__ import annotations

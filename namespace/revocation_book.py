@@ -2,7 +2,7 @@
 
 Invariant: the states come in one order (stopped, advanced, floored, drained, evidenced, erased, certified), each durable
 before anything acts on it; the set of members is fixed in the commit that raises the generation. Sync; revocation.py does
-the acting. Contracts: K181; source: SECURITY.md.
+the acting. Contracts: K181; source: docs/isolation.md.
 """
 
 from __future__ import annotations

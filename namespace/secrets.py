@@ -3,7 +3,7 @@
 Owns: root, versioned pepper, grant and certificate signing keys, store MAC key. Invariant: a secret is read
 only from a regular file of our own that neither group nor others can open; ``store-mac.key`` is created
 last, so a folder without it has never protected a record and may be completed, and a folder with it must be
-complete. Randomness comes in as a token source. Source: SECURITY.md, "Credentials, grants, keys".
+complete. Randomness comes in as a token source. Source: docs/isolation.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns its connection. Invariant: a record is found only by (namespace, generation, kind, id) and only with that generation's
 secret, which keys its MAC, so a record of another name, generation or tenant is refused; it carries no token ids; once a
-generation's records are deleted, none can be added. Safe for threads. Contracts: K166, K181; source: SECURITY.md, "Store".
+generation's records are deleted, none can be added. Safe for threads. Contracts: K166, K181; source: docs/isolation.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns the connection and the record envelope. Invariant: a value is ``MAC || (term, record)`` with the MAC over
 the record's own key, so a record moved, edited or invented is refused by name; a commit compares every
 expected record and writes every new one in one step on the server, and counts only after the append-only
-file is on disk (WAITAOF, or a server that syncs before each answer). Source: SECURITY.md, "Store".
+file is on disk (WAITAOF, or a server that syncs before each answer). Source: docs/isolation.md.
 """
 
 from __future__ import annotations

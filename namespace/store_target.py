@@ -2,7 +2,7 @@
 
 Owns the grammar of store addresses. Invariant: a ``StoreTarget`` carries no secret, so that it may pass through constructor
 arguments, launch files and logs; the password is read from a file of mode 0600 by the process that connects. Source:
-SECURITY.md, "Store" and "Credentials, grants, keys".
+docs/isolation.md and "Credentials, grants, keys".
 """
 
 from __future__ import annotations
