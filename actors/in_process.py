@@ -93,7 +93,7 @@ class RankSet:
         self.group_pools = [shard.pools for shard in shards]
         self.signers = [RankSigner(bytes([number + 1]) * 32) for number in range(len(shards))]
         self.ranks = [
-            Rank(number, INCARNATION, shard, shard.pools, signer, shape.shared_prefix)
+            Rank(number, INCARNATION, shard, signer, shape.shared_prefix)
             for number, (shard, signer) in enumerate(zip(shards, self.signers, strict=True))
         ]
         self._executor = LocalExecutor([wrap(number, rank) for number, rank in enumerate(self.ranks)])

@@ -8,17 +8,15 @@ and the rank is of no further use (docs/architecture.md, failure model).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from copyhold.kernels import cpu
 from copyhold.kernels.batch import GroupRows, StepBatch
-from copyhold.kernels.cache_pools import CachePools, as_pools
 from copyhold.kernels.choices import SharedPrefix
 from copyhold.kernels.interface import TILE
-from copyhold.kernels.pool import KVPool
 from copyhold.kernels.shared_cost import Geometry
 from copyhold.kvcore.commands import Dispatch
 from copyhold.kvcore.ledger import Ledger
@@ -42,20 +40,19 @@ class Rank:
         rank: int,
         incarnation: str,
         shard: LlamaShard,
-        pool: KVPool | CachePools,
         signer: RankSigner,
         shared_prefix: SharedPrefix = "auto",
     ) -> None:
-        """``pool``: the shard's own, one for each cache group of the ledger in its order."""
+        """Computes in the shard's pools, one for each cache group of the ledger in its order."""
         self._rank = rank
         self._incarnation = incarnation
         self._shard = shard
-        self._pools = as_pools(pool)
+        self._pools = shard.pools
         self._signer = signer
-        self._ledger = Ledger()
+        # Audits are asked for on another thread than the one that runs plans.
+        self._ledger = Ledger(threading.Lock())
         self._scrubber = Scrubber(self._ledger, self._pools)
-        plain = shard.deterministic or shard.kernel_name != cpu.NAME
-        self.group_reads = self._group_reads("off" if plain else shared_prefix)
+        self.group_reads = self._group_reads("off" if shard.deterministic else shared_prefix)
         """Shared reads by cache group: each has blocks, and so prefixes in whole blocks, of its own"""
 
     @property
@@ -130,7 +127,7 @@ class Rank:
                 len(self._shard.partition.q_heads), pool.kv_heads, pool.head_dim, pool.k.itemsize
             )
             contract = f"{pool.k.dtype.name} {pool.kv_heads}x{pool.head_dim} tile {TILE}"
-            found.append(SharedReads(self._ledger, heads, mode, contract, group))
+            found.append(SharedReads(self._ledger, self._shard.kernels, heads, mode, contract, group))
         return tuple(found)
 
     def _audit(self, order: KVAuditOrder) -> KVAuditResult:

@@ -91,7 +91,6 @@ class Replica(OperatorCalls):
         self._open_requests = OpenRequests()
         self._outlets = Outlets()
         self._routable: dict[tuple[str, int], dict[bytes, int]] = {}
-        self._secrets: dict[str, bytes] = {}
         self._engine: Engine | None = None
         self._recording: Recording | None = None
         self._draining = False
@@ -184,49 +183,40 @@ class Replica(OperatorCalls):
             self._counts.count(refusal)
             yield [refusal]
             return
-        engine = self._serving_engine()
+        engine, requests = self._serving_engine(), self._open_requests
         items: asyncio.Queue[StreamItem] = asyncio.Queue()
-        submission = self._submission(request)
-        self._secrets[request.request_id] = request.secret
-        self._open_requests.opening(request.request_id)
-        submitted = engine.submit(submission, self._releases.sink(items))
-        try:
-            entry = await asyncio.wrap_future(submitted)
-        except asyncio.CancelledError:
-            self._open_requests.closed(request.request_id)
-            self._secrets.pop(request.request_id, None)
-            submitted.add_done_callback(cancelled_unheard(engine.cancel))
-            raise
-        except ActorError as error:
-            self._open_requests.closed(request.request_id)
-            self._secrets.pop(request.request_id, None)
-            failed = Failed(error.kind, error.message if isinstance(error, InvalidRequest) else str(error))
-            self._counts.count(failed)
-            yield [failed]
-            return
-        if self._open_requests.opened(request.request_id, entry):
-            engine.cancel(entry)
+        requests.opening(request.request_id, request.secret)
+        submitted = engine.submit(self._submission(request), self._releases.sink(items))
+        entry: Entry | None = None
         ended = False
         try:
+            try:
+                entry = await asyncio.wrap_future(submitted)
+            except ActorError as error:
+                failed = Failed(
+                    error.kind, error.message if isinstance(error, InvalidRequest) else str(error)
+                )
+                self._counts.count(failed)
+                yield [failed]
+                return
+            if requests.opened(request.request_id, entry):
+                engine.cancel(entry)
             while not ended:
                 batch = [await items.get()]
                 while not items.empty():
                     batch.append(items.get_nowait())
                 ended = isinstance(batch[-1], Finished | Failed)
-                for item in batch:
-                    self._counts.count(item)
-                    if isinstance(item, Admitted):
-                        expected = request.route.expected_hit_tokens
-                        self._counts.count_route(expected, item.receipt.cached_tokens)
-                if ended and all(isinstance(item, TokenChunk) for item in batch[:-1]) and batch[:-1]:
+                self._count(request, batch)
+                if ended and len(batch) > 1 and all(isinstance(item, TokenChunk) for item in batch[:-1]):
                     yield batch[:-1]  # tokens do not wait until the whole receipt is kept
                     batch = batch[-1:]
                 await self._keep_receipts(request, batch)
                 yield batch
         finally:
-            self._open_requests.closed(request.request_id)
-            self._secrets.pop(request.request_id, None)
-            if not ended:
+            requests.closed(request.request_id)
+            if entry is None:
+                submitted.add_done_callback(cancelled_unheard(engine.cancel))
+            elif not ended:
                 self._counts.count_abandoned()
                 engine.cancel(entry)
 
@@ -322,6 +312,12 @@ class Replica(OperatorCalls):
             return Failed("replica_stopped", str(self._engine.failure))
         return None
 
+    def _count(self, request: GenerateRequest, batch: list[StreamItem]) -> None:
+        for item in batch:
+            self._counts.count(item)
+            if isinstance(item, Admitted):
+                self._counts.count_route(request.route.expected_hit_tokens, item.receipt.cached_tokens)
+
     def _submission(self, request: GenerateRequest) -> Submission:
         grant = request.grant
         return Submission(
@@ -364,7 +360,7 @@ class Replica(OperatorCalls):
 
     def _published(self, entry: Entry, tokens_before: int, tokens_after: int) -> None:
         """Engine thread: tell the routing index about whole digest strides that became available."""
-        secret = self._secrets.get(entry.submission.request_id)
+        secret = self._open_requests.secret(entry.submission.request_id)
         if secret is None or tokens_after // DIGEST_EVERY_TOKENS <= tokens_before // DIGEST_EVERY_TOKENS:
             return
         tokens = np.frombuffer(entry.known_tokens(), dtype="<i4")[:tokens_after]

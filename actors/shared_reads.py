@@ -14,12 +14,11 @@ import time
 import msgspec
 import numpy as np
 
-from copyhold.kernels import cpu
 from copyhold.kernels.batch import StepBatch
 from copyhold.kernels.choices import SharedPrefix
-from copyhold.kernels.interface import widen_rows
+from copyhold.kernels.interface import Floats, KernelBackend, widen_rows
 from copyhold.kernels.pool import split_table
-from copyhold.kernels.shared_attention import Floats, SharedAttention, StateBuffers
+from copyhold.kernels.shared_attention import SharedAttention, StateBuffers
 from copyhold.kernels.shared_cost import Choice, Geometry, choose
 from copyhold.kvcore.commands import Dispatch
 from copyhold.kvcore.execution import ExecutionSnapshot, shares_anything, take_snapshot
@@ -50,9 +49,8 @@ class SharedReadsReport(msgspec.Struct, frozen=True):
 class _Sampled:
     """A shared attention whose first layer is also computed plainly, into memory of its own."""
 
-    def __init__(self, shared: SharedAttention, tables: np.ndarray, batch: StepBatch) -> None:
-        self._shared, self._tables = shared, tables
-        self._starts, self._lens = batch.seq_starts, batch.context_lens
+    def __init__(self, shared: SharedAttention) -> None:
+        self._shared = shared
         self.gain, self.difference = 0.0, 0.0
 
     def __call__(
@@ -65,7 +63,7 @@ class _Sampled:
         self._shared(q, k_layer, v_layer, scale, out)
         between_ns = time.thread_time_ns()
         plain = np.empty_like(out)
-        cpu.paged_attention(q, k_layer, v_layer, self._tables, self._starts, self._lens, scale, plain)
+        self._shared.plainly(q, k_layer, v_layer, scale, plain)
         ended_ns = time.thread_time_ns()
         self.gain = max(ended_ns - between_ns, 1) / max(between_ns - began_ns, 1)
         self.difference = float(np.abs(widen_rows(out) - widen_rows(plain)).max())
@@ -75,16 +73,22 @@ class SharedReads:
     """Chooses and counts; one for each cache group of a rank."""
 
     def __init__(
-        self, ledger: Ledger, geometry: Geometry, mode: SharedPrefix, contract: str, group: int = 0
+        self,
+        ledger: Ledger,
+        kernels: KernelBackend,
+        geometry: Geometry,
+        mode: SharedPrefix,
+        contract: str,
+        group: int = 0,
     ) -> None:
         """`contract`: the name of the pool's layout, which a snapshot is bound to."""
         self._ledger, self._geometry, self._contract = ledger, geometry, contract
-        self._group = group
+        self._kernels, self._group = kernels, group
         self._mode: SharedPrefix = mode
         self._buffers = StateBuffers(geometry.heads, geometry.head_dim)
         self._steps: dict[str, int] = {"plain": 0, "hydragen": 0, "chunk": 0}
         self._refused: dict[str, int] = {}
-        self._rows = [0, 0]
+        self._logical_rows = self._physical_rows = 0
         self._predicted = 0.0
         self._sampled: _Sampled | None = None
         self._gain_sum, self._samples, self._difference = 0.0, 0, 0.0
@@ -106,10 +110,11 @@ class SharedReads:
             return None
         blocks = batch.others[self._group - 1].block_tables if self._group else batch.block_tables
         tables = np.array(split_table(blocks, tiles_per_block), dtype=np.int32)
-        shared = SharedAttention(choice.schedule, tables, batch.seq_starts, batch.context_lens, self._buffers)
+        where = (tables, batch.seq_starts, batch.context_lens)
+        shared = SharedAttention(self._kernels, choice.schedule, *where, self._buffers)
         if self._shared_steps() % SAMPLE_EVERY == 1:
             self._check(snapshot, handles)
-            self._sampled = _Sampled(shared, tables, batch)
+            self._sampled = _Sampled(shared)
             return self._sampled
         return shared
 
@@ -120,8 +125,8 @@ class SharedReads:
             mode=self._mode,
             steps=dict(self._steps),
             refused=dict(self._refused),
-            logical_rows=self._rows[0],
-            physical_rows=self._rows[1],
+            logical_rows=self._logical_rows,
+            physical_rows=self._physical_rows,
             predicted_gain=round(self._predicted / shared, 3) if shared else 0.0,
             measured_gain=round(self._gain_sum / self._samples, 3) if self._samples else 0.0,
             samples=self._samples,
@@ -138,8 +143,8 @@ class SharedReads:
         for name, reason in choice.refused:
             self._refused[f"{name}:{reason}"] = self._refused.get(f"{name}:{reason}", 0) + 1
         if choice.schedule.mode != "plain":
-            self._rows[0] += choice.schedule.rows.logical_pairs
-            self._rows[1] += choice.schedule.rows.physical_rows
+            self._logical_rows += choice.schedule.rows.logical_pairs
+            self._physical_rows += choice.schedule.rows.physical_rows
             self._predicted += choice.predicted_gain
 
     def _keep_sample(self) -> None:

@@ -166,9 +166,8 @@ class TPWorker:
             self._spec.rank,
             self._spec.incarnation,
             self._shard,
-            self._pool,
             self._signer,
-            self._spec.shared_prefix if self._choice.backend == "cpu" else "off",
+            self._spec.shared_prefix,
         )
 
     def warm_up(self) -> int:

@@ -16,8 +16,7 @@ from copyhold.kernels.shared_attention import SharedAttention, StateBuffers
 from copyhold.kernels.shared_cost import Geometry, choose
 from copyhold.kernels.shared_schedule import Ints
 from copyhold.kvcore.commands import RequestHandle
-from copyhold.kvcore.execution import ExecutionSnapshot
-from copyhold.kvcore.execution_loops import chunk_tree
+from copyhold.kvcore.execution import ExecutionSnapshot, chunks_of_tables
 
 from .bench_report import BenchRow, Target, bench_row
 from .bench_turns import against, in_turns, least_of
@@ -77,7 +76,7 @@ class _Case:
         )
         buffers = StateBuffers(heads, shape.dim)
         self._attention = SharedAttention(
-            self.choice.schedule, self._tables, self._starts, self._lens, buffers
+            cpu, self.choice.schedule, self._tables, self._starts, self._lens, buffers
         )
 
     def shared(self) -> None:
@@ -92,9 +91,7 @@ class _Case:
 def _snapshot(tables: np.ndarray, lens: np.ndarray) -> ExecutionSnapshot:
     """The chunks that these tables form, as a rank's ledger would tell them."""
     firsts: Ints = lens.astype(np.int64) - 1
-    order, slots = np.arange(len(lens), dtype=np.int64), np.arange(len(lens), dtype=np.int64)
-    chunks = np.empty((2 * len(lens), 5), dtype=np.int64)
-    count = chunk_tree(tables, slots, firsts // _BLOCK, order, chunks)
+    order, chunks = chunks_of_tables(tables, np.arange(len(lens), dtype=np.int64), firsts, _BLOCK)
     return ExecutionSnapshot(
         log_index=0,
         machine_digest=b"",
@@ -102,6 +99,6 @@ def _snapshot(tables: np.ndarray, lens: np.ndarray) -> ExecutionSnapshot:
         handles=tuple([RequestHandle(slot, 0) for slot in range(len(lens))]),
         order=order,
         first_rows=firsts,
-        chunks=chunks[:count] * [_BLOCK, _BLOCK, 1, 1, 1],
-        digests=np.zeros(count, dtype=np.uint64),
+        chunks=chunks,
+        digests=np.zeros(len(chunks), dtype=np.uint64),
     )

@@ -19,7 +19,7 @@ from numba.extending import intrinsic, overload
 
 from .choices import KVDtype
 from .errors import PartitionNotWholeTiles
-from .interface import KV_STORAGE, TILE, Activations, Floats, Int32s, KVRows
+from .interface import KV_STORAGE, TILE, Activations, Floats, Int32s, KVRows, as_stored
 
 _ROWS = 32
 """Query rows (token x head of the group) that share one pass over K/V; a multiple of `_MICRO`."""
@@ -69,7 +69,7 @@ def _bfloat16_of_float(typing_context, value):
 
 def _narrow(value, array):
     """A float32 as `array` keeps it: unchanged, or the bits of the nearest bfloat16, ties to even."""
-    raise NotImplementedError
+    return as_stored(np.array([value], np.float32), array.dtype)[0]
 
 
 @overload(_narrow, inline="always")

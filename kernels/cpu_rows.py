@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from .choices import KVDtype
-from .interface import KV_STORAGE, TILE
+from .interface import KV_STORAGE, TILE, as_stored, widen_rows
 
 _LOG2E = np.float32(1.4426950408889634)
 _SMALLEST = np.float32(-126)
@@ -128,12 +128,12 @@ def _half_of_float(typing_context, value):
 
 def _widen(value):
     """A float32 as it is, or the float32 that the bits of a bfloat16 (uint16) or a half (int16) name."""
-    raise NotImplementedError
+    return widen_rows(np.array([value]))[0]
 
 
 def _narrow(value, array):
     """A float32 as `array` keeps it: unchanged, or the bits of the nearest bfloat16 or half, ties to even."""
-    raise NotImplementedError
+    return as_stored(np.array([value], np.float32), array.dtype)[0]
 
 
 @overload(_widen, inline="always")

@@ -1,4 +1,4 @@
-"""Shared-prefix attention of one step on the cpu backend: shared rows once for all that read them, own rows each, merged.
+"""Shared-prefix attention of one step on the chosen backend: shared rows once for all that read them, own rows each, merged.
 
 Owns the buffers of partial states and the order of calls. Invariant: a token row's output is its own part merged with the
 states of its shared chunks, root first, each weighed by its mass (K149); states are float32 whatever the storage (K157).
@@ -8,16 +8,12 @@ Source: Hydragen, ChunkAttention; contracts K148 to K157.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
-from . import cpu
+from .interface import Activations, Floats, Int32s, KernelBackend, KVRows
 from .shared_schedule import Phase, Schedule
-
-Floats = npt.NDArray[np.float32]
-Int32s = npt.NDArray[np.int32]
 
 
 class StateBuffers:
@@ -44,6 +40,7 @@ class SharedAttention:
 
     def __init__(
         self,
+        kernels: KernelBackend,
         schedule: Schedule,
         tile_tables: Int32s,
         seq_starts: Int32s,
@@ -51,20 +48,28 @@ class SharedAttention:
         buffers: StateBuffers,
     ) -> None:
         """tile_tables `[S, max_tiles]`, seq_starts `[S+1]`, context_lens `[S]`: the step's, which stay as they are."""
+        self._kernels = kernels
         self.schedule = schedule
         self._tables, self._starts, self._lens = tile_tables, seq_starts, context_lens
         self._buffers = buffers
         self._leaders = [np.ascontiguousarray(tile_tables[phase.leaders]) for phase in schedule.phases]
 
+    def plainly(
+        self, q: Floats, k_layer: KVRows, v_layer: KVRows, scale: np.float32, out: Activations
+    ) -> None:
+        """The same attention with every sequence reading for itself: what sharing is measured against."""
+        where = (self._tables, self._starts, self._lens)
+        self._kernels.paged_attention(q, k_layer, v_layer, *where, scale, out)
+
     def __call__(
-        self, q: Floats, k_layer: Floats, v_layer: Floats, scale: np.float32, out: npt.NDArray[Any]
+        self, q: Floats, k_layer: KVRows, v_layer: KVRows, scale: np.float32, out: Activations
     ) -> None:
         """Attention `[T, heads, head_dim]` of one layer into `out`, float32 or the bits of bfloat16."""
-        narrow = out.dtype != np.float32
         own, mass = self._buffers.room("own", len(q))
+        narrow = out.dtype != np.float32
         if not narrow:
-            own = out
-        cpu.paged_attention_states(
+            own = cast(Floats, out)
+        self._kernels.paged_attention_states(
             q,
             k_layer,
             v_layer,
@@ -80,24 +85,24 @@ class SharedAttention:
         for phase, tables in zip(self.schedule.phases, self._leaders, strict=True):
             self._share(phase, tables, q, k_layer, v_layer, scale, own, mass)
         if narrow:
-            cpu.narrow_rows(own, out)
+            self._kernels.narrow_rows(own, out)
 
     def _share(
         self,
         phase: Phase,
         tables: Int32s,
         q: Floats,
-        k_layer: Floats,
-        v_layer: Floats,
+        k_layer: KVRows,
+        v_layer: KVRows,
         scale: np.float32,
         own: Floats,
         mass: Floats,
     ) -> None:
         rows = phase.token_rows
         queries, _ = self._buffers.room("queries", len(rows))
-        np.take(q, rows, axis=0, out=queries)
+        np.take(q, rows, axis=0, out=queries, mode="clip")  # any other mode fills a buffer first
         part, part_mass = self._buffers.room("partial", len(rows))
-        cpu.paged_attention_states(
+        self._kernels.paged_attention_states(
             queries,
             k_layer,
             v_layer,
@@ -110,4 +115,4 @@ class SharedAttention:
             part,
             part_mass,
         )
-        cpu.merge_rows(own, mass, rows, part, part_mass)
+        self._kernels.merge_rows(own, mass, rows, part, part_mass)

@@ -106,6 +106,13 @@ class LedgerBroken(LedgerRefusal):
 
 
 @dataclass(eq=False)
+class LedgerBusy(LedgerRefusal):
+    """Another command is being applied, or the state is being read at rest. Unchanged; it may be sent again."""
+
+    reason: ClassVar[str] = "ledger_busy"
+
+
+@dataclass(eq=False)
 class GenesisRepeated(LedgerRefusal):
     """A log has one Genesis, at index 0. Unchanged."""
 

@@ -179,31 +179,27 @@ def take_snapshot(
     Only whole blocks before a sequence's first row of the step count. Private chunks are included, so that chunks and
     what follows them cover each context. Raises: StaleRequestGeneration, ExecutionWithoutReceipt, UnprotectedPath.
     """
-    state, pool = ledger.state, ledger.state.pools[group]
-    requests = state.requests
+    pool, requests = ledger.state.pools[group], ledger.state.requests
+    tables = requests.all_tables[group]
     slots = np.array([requests.slot_of(handle) for handle in handles], dtype=np.int64)
     idle = np.flatnonzero(requests.flight_step.array[slots] == 0) if len(slots) else slots
     if len(idle):
         raise ExecutionWithoutReceipt(int(idle[0]))
     first_rows = requests.valid_rows.array[slots].astype(np.int64)
     # A window's blocks leave one by one, and cells that left are all alike: nothing is shared as a chunk there.
-    limits = np.zeros_like(first_rows) if pool.window else first_rows // pool.block_size
-    order = np.arange(len(slots), dtype=np.int64)
-    chunks = np.empty((2 * len(slots), 5), dtype=np.int64)
-    found = loops.chunk_tree(requests.all_tables[group], slots, limits, order, chunks)
-    chunks = chunks[:found].copy()
-    digests = np.zeros(found, dtype=np.uint64)
-    readers = chunks[:, loops.STOP] - chunks[:, loops.BEGIN]
+    shareable = np.zeros_like(first_rows) if pool.window else first_rows
+    order, chunks = chunks_of_tables(tables, slots, shareable, pool.block_size)
+    digests = np.zeros(len(chunks), dtype=np.uint64)
+    readers = chunks[:, END] - chunks[:, BEGIN]
     for number in np.flatnonzero(readers > 1).tolist():
-        chunk = chunks[number]
-        leader = slots[order[chunk[loops.BEGIN]]]
-        part = requests.all_tables[group][leader, chunk[loops.FIRST] : chunk[loops.END]]
+        first_row, end_row, begin = chunks[number, :END].tolist()
+        first, end = first_row // pool.block_size, end_row // pool.block_size
+        part = tables[slots[order[begin]], first:end]
         references = pool.ref.array[part]
         if references.min() < readers[number]:
             short = int(references.argmin())
             raise UnprotectedPath(int(part[short]), int(references[short]), int(readers[number]))
-        digests[number] = _chunk_digest(ledger, group, part, int(chunk[loops.FIRST]))
-    chunks[:, : loops.BEGIN] *= pool.block_size
+        digests[number] = _chunk_digest(ledger, group, part, first)
     return ExecutionSnapshot(
         log_index=ledger.log_index,
         machine_digest=ledger.machine_digest,
@@ -216,12 +212,24 @@ def take_snapshot(
     )
 
 
+def chunks_of_tables(tables: Array, slots: Array, rows: Array, block_size: int) -> tuple[Array, Array]:
+    """(order int64 [sequences], chunks int64 [n, 5]) of sequences whose tables stand in `slots` of `tables`.
+
+    Whole blocks of the first `rows` (int64 [sequences]) count. Asks no ledger, so it says nothing about who may read.
+    """
+    order = np.arange(len(slots), dtype=np.int64)
+    chunks = np.empty((2 * len(slots), 5), dtype=np.int64)
+    found = loops.chunk_tree(tables, slots, rows // block_size, order, chunks)
+    chunks[:found, : loops.BEGIN] *= block_size
+    return order, chunks[:found].copy()
+
+
 def shares_anything(ledger: Ledger, handles: Sequence[RequestHandle], group: int = 0) -> bool:
-    """Whether two sequences of a step begin with the same block: where not, a snapshot has nothing to offer."""
+    """Whether two sequences of a dispatched step begin with the same block: where not, a snapshot has nothing to offer."""
     requests = ledger.state.requests
     if ledger.state.pools[group].window:
         return False
-    slots = np.array([requests.slot_of(handle) for handle in handles], dtype=np.int64)
+    slots = np.array([handle.slot for handle in handles], dtype=np.int64)
     limits = requests.valid_rows.array[slots] // ledger.state.pools[group].block_size
     return not loops.unshared(requests.all_tables[group], slots, limits)
 

@@ -3,15 +3,16 @@
 Invariant: `apply` first plans (reads only, may raise a LedgerRefusal) and then commits (cannot fail), so a
 refused command writes nothing and takes no log index. A commit that is interrupted all the same (out of memory, a
 defect) breaks the ledger for good: its digests and log index stay those before the command, every later command is
-refused, and the log up to there, replayed, gives the state back. One command at a time: threads queue. The same
-log gives the same receipts and digests in every process.
+refused, and the log up to there, replayed, gives the state back. One command at a time: one that comes meanwhile is
+refused as `ledger_busy`, unless the owner has threads and brings a lock, on which they wait. The same log gives the same
+receipts and digests in every process.
 Source: LEDGER; contracts K048 to K077, K111 to K129, K187.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ from .commands import (
     Reset,
     Truncate,
 )
-from .errors import GenesisRepeated, LedgerBroken, LogGap, LogRepetition, LogWithoutGenesis
+from .errors import GenesisRepeated, LedgerBroken, LedgerBusy, LogGap, LogRepetition, LogWithoutGenesis
 from .eviction import commit_evict, commit_reset, plan_evict, plan_reset
 from .floors import commit_advance, plan_advance
 from .publication import commit_publish, plan_publish
@@ -79,12 +80,29 @@ _RULES: dict[type, _Rule] = {
 }
 
 
+class _Turn:
+    """Held by one at a time; whoever comes meanwhile is refused. Taking from a list is one step for every thread."""
+
+    def __init__(self) -> None:
+        self._free = [True]
+
+    def __enter__(self) -> None:
+        try:
+            self._free.pop()
+        except IndexError:
+            raise LedgerBusy() from None
+
+    def __exit__(self, *_: object) -> None:
+        self._free.append(True)
+
+
 class Ledger(LedgerReads):
     """One rank's ledger. Empty until Genesis, which is record 0 of its log."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: AbstractContextManager[Any] | None = None) -> None:
+        """``turns``: a lock of an owner that has threads; without one a command that comes meanwhile is refused."""
         self._state: LedgerState | None = None
-        self._applying = Lock()
+        self._applying: AbstractContextManager[Any] = _Turn() if turns is None else turns
         self._log_index = 0
         self._committed = _EMPTY_DIGEST
         self._machine = _EMPTY_DIGEST
@@ -101,7 +119,8 @@ class Ledger(LedgerReads):
     def apply(self, command: Command) -> Any:
         """Applies one command; its receipt (AnyReceipt).
 
-        Raises: LedgerRefusal; state, digests and log index are as before. LedgerBroken after an interrupted commit.
+        Raises: LedgerRefusal; state, digests and log index are as before. LedgerBroken after an interrupted commit,
+        LedgerBusy while another one is applied.
         """
         with self._applying:
             return self._apply(command)
@@ -115,7 +134,7 @@ class Ledger(LedgerReads):
                 raise LogRepetition(self._log_index, index)
             return self._apply(command)
 
-    def at_rest(self) -> Lock:
+    def at_rest(self) -> AbstractContextManager[Any]:
         """A context in which no command is applied: for whoever reads much of the state from another thread."""
         return self._applying
 

@@ -147,6 +147,7 @@ ROWS: tuple[Reason, ...] = (
         "A refused command is not logged, and the log index is the epoch.",
     ),
     Reason("ledger_broken", "runtime", "lease", ("K243",)),
+    Reason("ledger_busy", "runtime", "lease", ("K048",)),
     Reason("log_corrupt", "runtime", "lease", ()),
     Reason("log_truncated", "runtime", "lease", ()),
     Reason("log_world_mismatch", "runtime", "lease", ()),

@@ -76,7 +76,7 @@ class LlamaShard:
         self.partition = partition
         self.pools = pools
         """One a cache group; each layer attends through the table of its own group"""
-        self._kernels = kernels
+        self.kernels = kernels
         self.deterministic = deterministic
         self.collective = in_rank_order(collective) if deterministic else collective
         self._vocab_sizes = [len(part.vocab) for part in partitions_of(config, partition.tp_size)]
@@ -92,11 +92,6 @@ class LlamaShard:
     def pool(self) -> KVPool:
         """The pool of cache group 0."""
         return self.pools.first
-
-    @property
-    def kernel_name(self) -> str:
-        """The backend that computes attention."""
-        return self._kernels.NAME
 
     def new_scratch(self, rows: int) -> Scratch:
         """Activation buffers for batches of up to `rows` rows of this shard."""
@@ -138,7 +133,7 @@ class LlamaShard:
         for rows, pool in zip(batch.others, pools.pools[1:], strict=True):
             places.append(_places(rows.slots, rows.block_tables, pool))
         views.x.fill(0)
-        kernels = self._kernels
+        kernels = self.kernels
         delta = self._embed(batch)
         for w, (k, v, group) in zip(self._weights.layers, pools.planes, strict=True):
             slots, tables = places[group]

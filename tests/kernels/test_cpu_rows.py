@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
-from copyhold.kernels import cpu, reference
+from copyhold.kernels import cpu, cpu_rows, reference
 from copyhold.kernels.pool import KVPool
 
 RNG_SEED = 7
@@ -153,3 +154,15 @@ def test_bfloat16_output_of_attention_rounds_ties_to_even_and_keeps_nan() -> Non
     cpu.paged_attention(q, pool.k[0], pool.v[0], table, one, one[1:], np.float32(1), out)
     expected = torch.from_numpy(pool.v[0, 0, 0, 0]).bfloat16().float().numpy()
     np.testing.assert_array_equal(from_bfloat16(out[0, 0]), expected)
+
+
+@pytest.mark.parametrize("storage", [np.float32, np.uint16, np.int16])
+def test_compiled_borders_of_a_storage_type_are_those_of_the_interface(storage: type) -> None:
+    """Plain Python says what the compiled conversion does, value by value."""
+    narrow, widen = cpu_rows._narrow, cpu_rows._widen
+    kept = np.zeros(1, storage)
+    compiled = njit(lambda value, array: narrow(value, array)), njit(lambda value: widen(value))
+    for value in np.array([0, -0.0, 1, 1 / 3, -2.5e-5, 65504, 1.00390625, 1.01171875, np.inf], np.float32):
+        stored = narrow(value, kept)
+        assert compiled[0](value, kept) == stored
+        assert compiled[1](storage(stored)) == widen(storage(stored))

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copyhold.kernels import cpu, reference
+from copyhold.kernels import cpu, reference, reference_backend
 from copyhold.kernels.batch import StepBatch
+from copyhold.kernels.interface import KernelBackend
 from copyhold.kernels.pool import KVPool
 from copyhold.kernels.shared_attention import SharedAttention, StateBuffers
 from copyhold.kernels.shared_cost import Geometry, choose, predict_ns
@@ -26,9 +27,8 @@ from copyhold.kernels.shared_schedule import (
     plain,
 )
 from copyhold.kvcore.commands import RequestHandle
-from copyhold.kvcore.execution import ExecutionSnapshot, check_counts
+from copyhold.kvcore.execution import ExecutionSnapshot, check_counts, chunks_of_tables
 from copyhold.kvcore.execution_errors import GroupSizeNotDivisible
-from copyhold.kvcore.execution_loops import chunk_tree
 
 TOLERANCE_FP32 = 2e-5
 TOLERANCE_BF16 = 1e-2
@@ -74,20 +74,17 @@ class Tree:
 
     def snapshot(self) -> ExecutionSnapshot:
         firsts = self.contexts - self.counts
-        order = np.arange(len(self.counts), dtype=np.int64)
-        chunks = np.zeros((2 * len(order), 5), dtype=np.int64)
-        slots = np.arange(len(order), dtype=np.int64)
-        count = chunk_tree(self.tables, slots, firsts // BLOCK, order, chunks)
-        chunks = chunks[:count] * [BLOCK, BLOCK, 1, 1, 1]
+        slots = np.arange(len(self.counts), dtype=np.int64)
+        order, chunks = chunks_of_tables(self.tables, slots, firsts, BLOCK)
         handles = tuple([RequestHandle(slot, 1) for slot in range(len(order))])
         return ExecutionSnapshot(
-            0, b"", "c", handles, order, firsts, chunks, np.zeros(count, dtype=np.uint64)
+            0, b"", "c", handles, order, firsts, chunks, np.zeros(len(chunks), dtype=np.uint64)
         )
 
-    def run(self, schedule: Schedule, dtype: Any = np.float32) -> np.ndarray:
+    def run(self, schedule: Schedule, dtype: Any = np.float32, kernels: KernelBackend = cpu) -> np.ndarray:
         out = np.full(self.q.shape, 9, dtype=dtype)
         buffers = StateBuffers(self.q.shape[1], HEAD_DIM)
-        shared = SharedAttention(schedule, self.tables, self.starts, self.contexts, buffers)
+        shared = SharedAttention(kernels, schedule, self.tables, self.starts, self.contexts, buffers)
         shared(self.q, self.pool.k[0], self.pool.v[0], self.scale, out)
         return out
 
@@ -143,6 +140,13 @@ def test_bfloat16_outputs_are_the_rounded_states() -> None:
     np.testing.assert_allclose(wide, tree.expected(), atol=TOLERANCE_BF16)
 
 
+def test_the_reference_backend_shares_too() -> None:
+    tree = Tree(LEVELS, [3, 9, 16, 1, 30, 2, 5, 17], [1] * 8)
+    for make in (hydragen, chunk_attention):
+        out = tree.run(make(tree.snapshot(), tree.counts), kernels=reference_backend)
+        np.testing.assert_allclose(out, tree.expected(), atol=1e-6)
+
+
 paths = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6)
 
 
@@ -188,7 +192,7 @@ def test_a_planted_fault_shows(fault: str) -> None:
     tree = Tree(LEVELS, [20] * 8, [1] * 8)
     schedule = hydragen(tree.snapshot(), tree.counts)
     wrong = _Wrong(
-        schedule, tree.tables, tree.starts, tree.contexts, StateBuffers(KV_HEADS * GROUP, HEAD_DIM)
+        cpu, schedule, tree.tables, tree.starts, tree.contexts, StateBuffers(KV_HEADS * GROUP, HEAD_DIM)
     )
     wrong.fault = fault
     out = np.zeros_like(tree.q)

@@ -19,32 +19,41 @@ def _entry() -> Entry:
 
 def test_a_cancel_before_the_engine_has_the_request_is_told_when_it_has() -> None:
     requests, entry = OpenRequests(), _entry()
-    requests.opening("a")
+    requests.opening("a", b"key")
     assert requests.cancel("a") is None
     assert requests.opened("a", entry)
 
 
 def test_a_cancel_after_that_finds_the_entry() -> None:
     requests, entry = OpenRequests(), _entry()
-    requests.opening("a")
+    requests.opening("a", b"key")
     assert not requests.opened("a", entry)
     assert requests.cancel("a") is entry and requests.entry("a") is entry
 
 
 def test_a_request_that_ended_leaves_nothing_behind_for_the_next_of_its_name() -> None:
     requests = OpenRequests()
-    requests.opening("a")
+    requests.opening("a", b"key")
     requests.cancel("a")
     requests.closed("a")
     assert requests.cancel("a") is None
-    requests.opening("a")
+    requests.opening("a", b"key")
     assert not requests.opened("a", _entry())
+
+
+def test_a_secret_lives_as_long_as_its_request() -> None:
+    requests = OpenRequests()
+    assert requests.secret("a") is None
+    requests.opening("a", b"key")
+    assert requests.secret("a") == b"key"
+    requests.closed("a")
+    assert requests.secret("a") is None
 
 
 def test_a_cancel_of_a_stranger_is_left_alone() -> None:
     requests = OpenRequests()
     assert requests.cancel("a") is None
-    requests.opening("a")
+    requests.opening("a", b"key")
     assert not requests.opened("a", _entry())
 
 

@@ -38,9 +38,14 @@ class Driver:
     """Drives one ledger. `rows[block][offset]` is what a toy device holds: the identity of the row written there."""
 
     def __init__(
-        self, block_size: int = 4, num_blocks: int = 16, max_requests: int = 8, max_model_len: int = 128
+        self,
+        block_size: int = 4,
+        num_blocks: int = 16,
+        max_requests: int = 8,
+        max_model_len: int = 128,
+        turns: Any = None,
     ) -> None:
-        self.ledger = Ledger()
+        self.ledger = Ledger(turns)
         self.block_size = block_size
         self.rows: list[list[tuple[object, ...]]] = [[STALE] * block_size for _ in range(num_blocks)]
         self.step = 0

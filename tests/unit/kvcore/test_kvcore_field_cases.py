@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from copyhold.kvcore.commands import (
 from copyhold.kvcore.errors import (
     DoubleRelease,
     FullSequenceDoesNotFit,
+    LedgerBusy,
     LockedLeafEvicted,
     OutOfMemory,
     RequestInFlight,
@@ -84,13 +86,20 @@ def test_b11_released_blocks_are_fenced_and_counted_once(make_driver: Any) -> No
     driver.refused(driver.admit_command([7]), OutOfMemory, needed_blocks=1, free_blocks=0)
 
 
-def test_b11_of_two_threads_exactly_one_releases(make_driver: Any) -> None:
-    driver = make_driver(num_blocks=6)
+@pytest.mark.parametrize("turns", [Lock(), None], ids=["waiting", "refused"])
+def test_b11_of_two_threads_exactly_one_releases(make_driver: Any, turns: Any) -> None:
+    """With the owner's lock the other waits and is told that the request was released; without one it may be told to wait."""
+    driver = make_driver(num_blocks=6, turns=turns)
+    refusals = (
+        (DoubleRelease, StaleRequestGeneration)
+        if turns
+        else (DoubleRelease, StaleRequestGeneration, LedgerBusy)
+    )
 
     def release(request: Any) -> bool:
         try:
             driver.ledger.apply(Release(request, "cancel"))
-        except (DoubleRelease, StaleRequestGeneration):
+        except refusals:
             return False
         return True
 

@@ -131,6 +131,17 @@ def _ledger_broken(driver: Any) -> Callable[[], object]:
     return _applying(driver, driver.admit_command([1]))
 
 
+@case("ledger_busy")
+def _ledger_busy(driver: Any) -> Callable[[], object]:
+    command = driver.admit_command([1])
+
+    def meanwhile() -> object:
+        with driver.ledger.at_rest():
+            return driver.ledger.apply(command)
+
+    return meanwhile
+
+
 @case("genesis_repeated")
 def _genesis_repeated(driver: Any) -> Callable[[], object]:
     return _applying(driver, Genesis(b"w", (FULL,), 4, 64, "again"))

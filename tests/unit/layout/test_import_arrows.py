@@ -29,6 +29,18 @@ FOREIGN = {
     "cluster": {"numba"},
 }
 KVCORE_ALLOWED = {"numpy", "msgspec", "numba"}
+KVCORE_REFUSED = {
+    "asyncio",
+    "concurrent",
+    "multiprocessing",
+    "queue",
+    "random",
+    "secrets",
+    "socket",
+    "threading",
+    "time",
+}
+"""Clocks, chance, threads and sockets come to kvcore as arguments, if at all."""
 
 
 def modules() -> list[Path]:
@@ -69,6 +81,8 @@ def test_a_room_imports_along_the_arrows_only(room: str) -> None:
                 wrong.append(f"{where}: rooms are imported from copyhold")
             elif level == 0 and first in FOREIGN[room]:
                 wrong.append(f"{where}: not in this room")
+            elif level == 0 and room == "kvcore" and first in KVCORE_REFUSED:
+                wrong.append(f"{where}: kvcore has no clock, chance, thread or socket of its own")
             elif level == 0 and room == "kvcore" and first not in sys.stdlib_module_names | KVCORE_ALLOWED:
                 wrong.append(f"{where}: kvcore uses the standard library, numpy, msgspec and numba")
     assert wrong == []
