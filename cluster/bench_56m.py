@@ -8,7 +8,7 @@ only if it was reused to the token; the batch with a shared prompt counts only i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,13 +19,13 @@ import numpy as np
 
 from .admin_client import AdminClient
 from .bench_report import BenchRow, Target, bench_row
-from .bench_vllm_serve import NOTE, Measure, VllmEngine, is_installed
+from .bench_vllm_serve import VLLM, Measure, VllmEngine
+from .cli_output import Progress
 from .config import Config
 from .errors import BenchInvalid
 from .sdk import Client
 from .supervisor import Supervisor
 
-Say = Callable[[str, str], None]
 Prompts = Sequence[Sequence[int]]
 
 SERVER: dict[str, Any] = {"tp": 1, "dtype": "bfloat16", "pool_tokens": 16384, "threads_per_rank": 1}
@@ -109,8 +109,8 @@ class ServedSubject:
         lengths, reused = {came for _, _, came, _ in streams}, {found for *_, found in streams}
         if lengths != {new_tokens}:
             raise BenchInvalid(f"{lengths} tokens came, {new_tokens} were asked for")
-        if cached_tokens is not None and reused != {cached_tokens}:
-            raise BenchInvalid(f"{reused} tokens were reused, {cached_tokens} expected")
+        if cached_tokens is not None:
+            require_reuse(reused, cached_tokens)
         first_s = min(first for first, *_ in streams)
         return Measure(first_s - began_s, max(end for _, end, *_ in streams) - first_s)
 
@@ -120,8 +120,15 @@ class ServedSubject:
         return steps["hydragen"] + steps["chunk"], sum(steps.values())
 
 
+def require_reuse(reused: Collection[int], cached_tokens: int) -> None:
+    """Raises: ``BenchInvalid`` when any prompt reused other than ``cached_tokens``."""
+    if set(reused) != {cached_tokens}:
+        found = ", ".join(str(tokens) for tokens in sorted(set(reused)))
+        raise BenchInvalid(f"{found} tokens were reused, {cached_tokens} expected")
+
+
 def measure_56m(
-    config: Config, model: Path, plan: Plan56m, peers: bool, say: Say
+    config: Config, model: Path, plan: Plan56m, peers: bool, say: Progress
 ) -> tuple[list[BenchRow], list[str]]:
     """Rows and notes. ``model``: the folder of ``bench_checkpoint``. Raises: ``BenchInvalid``, ``ClusterError``."""
     config = msgspec.structs.replace(
@@ -138,19 +145,19 @@ def measure_56m(
         return rows_56m(*alternate(plan, ours, theirs, say)), notes
 
 
-def _peer(model: Path, stack: ExitStack, say: Say) -> tuple[Subject | None, list[str]]:
+def _peer(model: Path, stack: ExitStack, say: Progress) -> tuple[Subject | None, list[str]]:
     """vLLM's engine for as long as the stack is open, or the note that says why there is none."""
-    if not is_installed():
-        return None, [NOTE.format("`make bench-peers` installs it in an environment of its own")]
+    if not VLLM.is_installed:
+        return None, [VLLM.not_installed().text]
     say("vllm", "starting")
     try:
         return stack.enter_context(VllmEngine(model, SERVER["threads_per_rank"])), []
     except BenchInvalid as error:
-        return None, [NOTE.format(error)]
+        return None, [VLLM.note(error).text]
 
 
 def alternate(
-    plan: Plan56m, ours: ServedSubject, theirs: Subject | None, say: Say
+    plan: Plan56m, ours: ServedSubject, theirs: Subject | None, say: Progress
 ) -> tuple[Samples56m, Samples56m]:
     """Every measure of every run, ours and the peer's in turn. Raises: ``BenchInvalid``."""
     found = (Samples56m(), Samples56m())

@@ -8,11 +8,6 @@ it has, and one that nothing which pages can have. vLLM's own paged kernel runs 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -23,11 +18,12 @@ from copyhold.kernels import cpu
 from copyhold.kernels.choices import KVDtype
 from copyhold.kernels.pool import KVPool
 
+from .bench_process import Peer, PeerProcess
 from .bench_report import BenchRow, Target, bench_row
 from .bench_turns import Least, against, in_turns, least_of
+from .errors import BenchInvalid
 
-_ROOT = Path(__file__).resolve().parents[1]
-_NOTE = "vLLM's kernel was not measured: {}"
+_VLLM = Peer("vLLM's kernel", "vllm_attention.py")
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -115,40 +111,16 @@ def _contiguous(shape: Shape, kv_dtype: KVDtype) -> Least:
 
 
 def _beside_vllm(rounds: int) -> tuple[list[BenchRow], tuple[str, ...]]:
-    peers = Path(os.environ.get("COPYHOLD_PEERS", _ROOT / ".venv-peers"))
-    python, script = peers / "bin" / "python", _ROOT / "benchmarks" / "vllm_attention.py"
-    if not python.exists() or not script.exists():
-        return [], (_NOTE.format("`make bench-peers` installs it in an environment of its own"),)
-    try:
-        with _vllm(python, script, DECODE) as theirs:
-            ours, peer = in_turns([_paged(DECODE, "float32"), theirs], rounds)
-    except (OSError, ValueError) as error:
-        return [], (_NOTE.format(error),)
-    target = Target(1.15, at_least=False)
-    return against("decode fp32 vs vllm", "vllm", ours, peer, target), ()
-
-
-@contextmanager
-def _vllm(python: Path, script: Path, shape: Shape) -> Iterator[Least]:
-    """vLLM's kernel in a process that takes turns. Raises: ValueError when it ends before it answers."""
+    if not _VLLM.is_installed:
+        return [], (_VLLM.not_installed().text,)
+    shape = DECODE
     asked = {"batch": shape.batch, "context": shape.context, "block": 16, "dim": shape.dim}
     asked |= {"heads": shape.kv_heads * shape.group, "kv_heads": shape.kv_heads}
-    command = [str(python), str(script), json.dumps(asked)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        try:
-            if not process.stdout.readline():
-                last = process.stderr.read().strip().splitlines()[-1:] or ["no output"]
-                raise ValueError(last[0])
-
-            def least(calls: int) -> float:
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(f"{calls}\n")
-                process.stdin.flush()
-                return float(process.stdout.readline())
-
-            yield least
-            process.stdin.close()
-        finally:
-            process.terminate()
+    try:
+        with PeerProcess(_VLLM, json.dumps(asked)) as vllm:
+            works = [_paged(shape, "float32"), lambda calls: float(vllm.ask(str(calls)))]
+            ours, peer = in_turns(works, rounds)
+    except (BenchInvalid, ValueError) as error:
+        return [], (_VLLM.note(error).text,)
+    target = Target(1.15, at_least=False)
+    return against("decode fp32 vs vllm", "vllm", ours, peer, target), ()

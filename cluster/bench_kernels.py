@@ -6,8 +6,6 @@ Invariant: a figure and its peer's were taken in turns in this call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from copyhold.kernels import cpu
@@ -18,11 +16,10 @@ from .bench_linears import linear_rows
 from .bench_memory import memory_rows, read_row
 from .bench_report import BenchReport, BenchRow, Machine, versions
 from .bench_shared import shared_rows
+from .cli_output import Progress
 
-Say = Callable[[str, str], None]
 
-
-def run_kernels_bench(rounds: int, with_peers: bool, say: Say) -> BenchReport:
+def run_kernels_bench(rounds: int, with_peers: bool, say: Progress) -> BenchReport:
     """All rows; `with_peers` runs vLLM's kernel too, where it is installed."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)

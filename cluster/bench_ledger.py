@@ -7,15 +7,16 @@ fragmented; the peer runs in the same call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from copyhold.kvcore.audit import audit
 from copyhold.kvcore.warm_up import warm_up
 
 from .bench_controls import price_rows
-from .bench_load import BLOCK, LONG_TOKENS, Bench
-from .bench_report import BenchReport, BenchRow, Machine, Target, bench_row, versions
-from .bench_vllm import Samples, measure_vllm
+from .bench_load import BLOCK, GROWTH_TOKENS, LONG_TOKENS, SHORT_TOKENS, Bench
+from .bench_report import BenchReport, BenchRow, Machine, Samples, Target, bench_row, row_peers, versions
+from .bench_vllm import measure_vllm
+from .cli_output import Progress
 from .svg_plot import Panel, svg_of_panels
 
 DECODING, BIG_POOLS = (1, 16, 256, 1024, 4096), (1 << 10, 1 << 15, 1 << 20)
@@ -28,10 +29,9 @@ _TARGETS_US = {
 }
 _PEER_RUNS, _GROWTH_RUNS = 50, 60
 _POOL_BLOCKS, _REQUESTS = 1 << 17, 1024
-Say = Callable[[str, str], None]
 
 
-def run_ledger_bench(runs: int, with_peers: bool, with_controls: bool, say: Say) -> BenchReport:
+def run_ledger_bench(runs: int, with_peers: bool, with_controls: bool, say: Progress) -> BenchReport:
     """All rows, the peer's in the same call, and what each control costs."""
     machine = Machine()
     warm_up()
@@ -76,15 +76,14 @@ def _curves(
 def _row(name: str, samples: list[float], peers: Mapping[str, Samples]) -> BenchRow:
     bound = _TARGETS_US.get(name)
     target = None if bound is None else Target(bound, at_least=False)
-    found = {peer: figures[name] for peer, figures in peers.items() if name in figures}
-    return bench_row(name, "us", samples, target, found)
+    return bench_row(name, "us", samples, target, row_peers(name, peers))
 
 
-def _long_samples(runs: int, say: Say) -> dict[str, list[float]]:
+def _long_samples(runs: int, say: Progress) -> dict[str, list[float]]:
     """A pool of 131,072 blocks, more than 90 % used beside the requests measured."""
     say("ledger", f"filling {_POOL_BLOCKS} blocks")
     bench = Bench(_POOL_BLOCKS, _REQUESTS, LONG_TOKENS + 2048)
-    small = bench.running(256, 200)
+    small = bench.running(256, SHORT_TOKENS)
     bench.fill(3 * LONG_TOKENS // BLOCK, 8192)
     assert bench.used() > 0.9, f"only {bench.used():.3f} of the pool is used"
     say("ledger", "decode step, allocate, free, fork, reject")
@@ -97,7 +96,7 @@ def _long_samples(runs: int, say: Say) -> dict[str, list[float]]:
     return found
 
 
-def _audit_row(runs: int, say: Say) -> BenchRow:
+def _audit_row(runs: int, say: Progress) -> BenchRow:
     say("ledger", f"audit of {_POOL_BLOCKS} blocks")
     bench = Bench(_POOL_BLOCKS, _REQUESTS, 4096)
     bench.fill(2048, 2048)
@@ -109,7 +108,7 @@ def _audit_row(runs: int, say: Say) -> BenchRow:
     return bench_row("audit 131k", "ms", samples, Target(50, at_least=False))
 
 
-def _growth_samples(runs: int, say: Say) -> dict[str, list[float]]:
+def _growth_samples(runs: int, say: Progress) -> dict[str, list[float]]:
     """The same decode step with more requests, and with larger pools."""
     found: dict[str, list[float]] = {}
     for count in DECODING:
@@ -117,12 +116,12 @@ def _growth_samples(runs: int, say: Say) -> dict[str, list[float]]:
             continue
         say("ledger", f"decode step of {count}")
         bench = Bench(1 << 15, count, 256)
-        found[f"decode step {count}"] = bench.decode_us(bench.running(count, 33), runs)
+        found[f"decode step {count}"] = bench.decode_us(bench.running(count, GROWTH_TOKENS), runs)
     for blocks in BIG_POOLS:
         say("ledger", f"pool of {blocks} blocks")
         size = blocks * BLOCK // 40
         bench = Bench(blocks, 80, size + BLOCK)
-        handles = bench.running(16, 33)
+        handles = bench.running(16, GROWTH_TOKENS)
         bench.fill(blocks // 16, size)
         found[f"pool {blocks}"] = bench.decode_us(handles, runs)
     return found

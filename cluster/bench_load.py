@@ -33,6 +33,9 @@ from copyhold.kvcore.ledger import Ledger
 
 BLOCK = 16
 LONG_TOKENS = 32768
+SHORT_TOKENS, GROWTH_TOKENS = 200, 33
+"""Of a request that decodes: in the step of 256, and in steps and pools that grow."""
+
 _WORLD = b"w" * 32
 _SCOPE = Scope("bench", 1, _WORLD)
 

@@ -7,7 +7,7 @@ prompts are token arrays when the clock starts, and peers get the same load in t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,8 +31,9 @@ from .bench_prefix_load import (
     write_load,
 )
 from .bench_prefix_memory import bytes_per_block
-from .bench_prefix_peers import Samples, measure_peers
-from .bench_report import BenchReport, BenchRow, Machine, Target, bench_row, versions
+from .bench_prefix_peers import measure_peers
+from .bench_report import BenchReport, BenchRow, Machine, Samples, Target, bench_row, row_peers, versions
+from .cli_output import Progress
 from .svg_plot import Panel, svg_of_panels
 
 MISS_TOKENS = 1024
@@ -53,10 +54,9 @@ _TARGETS: Mapping[str, tuple[str, Target | None]] = {
 }
 PEER_POLICY = "lru"
 """What both peers evict by, so that hit rates are equal."""
-Say = Callable[[str, str], None]
 
 
-def run_prefix_bench(runs: int, plays: int, requests: int, with_peers: bool, say: Say) -> BenchReport:
+def run_prefix_bench(runs: int, plays: int, requests: int, with_peers: bool, say: Progress) -> BenchReport:
     """All rows, the peers' in the same call."""
     machine = Machine()
     warm_up()
@@ -123,8 +123,7 @@ def growth_plot(report: BenchReport) -> str:
 
 def _row(name: str, samples: list[float], peers: Mapping[str, Samples]) -> BenchRow:
     unit, target = _TARGETS[name]
-    found = {peer: figures[name] for peer, figures in peers.items() if name in figures}
-    return bench_row(name, unit, samples, target, found)
+    return bench_row(name, unit, samples, target, row_peers(name, peers))
 
 
 def _probes(prefixes: Prefixes, prompt: np.ndarray, runs: int, hit: int) -> list[float]:
@@ -194,7 +193,7 @@ def _evict_samples(runs: int) -> list[float]:
     return samples
 
 
-def _growth_rows(runs: int, say: Say) -> Iterator[BenchRow]:
+def _growth_rows(runs: int, say: Progress) -> Iterator[BenchRow]:
     """The same match with more edges on its path and with more siblings; the same churn with more tenants."""
     few, tokens = min(runs, 60), 16_384
     prompt = random_tokens(tokens + 1, 8)

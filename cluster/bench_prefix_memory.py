@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from .bench_process import run_child
 
 BLOCKS, LEAF_TOKENS = 200_000, 288
 """Leaves as long as the churn's mean suffix, below system prompts of 1,024 tokens."""
 
 
 def bytes_per_block() -> float:
-    """Resident bytes a cached block costs, from a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "copyhold.cluster.bench_prefix_memory"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    return float(done.stdout)
+    """Resident bytes a cached block costs, from a process of its own. Raises: ``BenchInvalid`` when that fails."""
+    return float(run_child("bytes per block", "copyhold.cluster.bench_prefix_memory", timeout_s=600))
 
 
 def main() -> float:

@@ -21,6 +21,9 @@ from copyhold import __version__
 
 from .cli_output import table
 
+Samples = Mapping[str, Sequence[float]]
+"""Of one subject, by the names of rows."""
+
 _PACKAGES = ("torch", "numpy", "numba", "ray", "transformers")
 
 
@@ -68,6 +71,11 @@ def bench_row(
         meets=None if target is None else target.met_by(value),
         peers={peer: _rounded(statistics.median(those)) for peer, those in (peers or {}).items() if those},
     )
+
+
+def row_peers(name: str, peers: Mapping[str, Samples]) -> dict[str, Sequence[float]]:
+    """Samples of one row, of the peers that have it."""
+    return {peer: figures[name] for peer, figures in peers.items() if name in figures}
 
 
 class BenchReport(msgspec.Struct, frozen=True):

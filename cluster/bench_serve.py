@@ -7,11 +7,8 @@ each with one thread a rank. Invariant: a first-token time counts only if the se
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,18 +18,18 @@ from copyhold.models.layout import Dtype
 from copyhold.models.manifest import load_checkpoint
 
 from .admin_client import AdminClient
-from .bench_56m import Plan56m, measure_56m
+from .bench_56m import Plan56m, ServedSubject, measure_56m, require_reuse
 from .bench_peer import PeerTask, PrepareTask, RandomModelTask
 from .bench_plan import BenchPlan, Samples
+from .bench_process import run_child
 from .bench_report import BenchReport, BenchRow, Machine, Target, bench_row, versions
+from .cli_output import Progress
 from .config import Config
-from .errors import BenchInvalid
 from .prepare import prepared_model
 from .processes import summed_pss_mib
 from .sdk import Client
 from .supervisor import Supervisor
 
-Say = Callable[[str, str], None]
 Part = Literal["smollm", "56m"]
 PARTS: tuple[Part, ...] = ("smollm", "56m")
 Shape = tuple[int, Dtype]
@@ -62,7 +59,7 @@ def run_serve_bench(
     shapes: Sequence[Shape],
     plan: BenchPlan,
     peers: bool,
-    say: Say,
+    say: Progress,
     parts: Sequence[Part] = PARTS,
 ) -> BenchReport:
     """Measure the parts asked for, one after another. Raises: ``BenchInvalid``, ``ClusterError`` of a failed start."""
@@ -94,7 +91,7 @@ def run_serve_bench(
 
 
 def _shapes(
-    config: Config, shapes: Sequence[Shape], plan: BenchPlan, peers: bool, say: Say
+    config: Config, shapes: Sequence[Shape], plan: BenchPlan, peers: bool, say: Progress
 ) -> tuple[list[BenchRow], list[str]]:
     """Rows and notes of every shape, the peer measured first."""
     say("prepare", "checkpoints and kernels")
@@ -139,7 +136,7 @@ def serve_rows(samples: Samples, suffix: str, targets: bool, peer: Samples | Non
     ]
 
 
-def measure_shape(config: Config, tp: int, dtype: Dtype, plan: BenchPlan, say: Say) -> Samples:
+def measure_shape(config: Config, tp: int, dtype: Dtype, plan: BenchPlan, say: Progress) -> Samples:
     """Start a server of this shape, measure it, stop it."""
     config = msgspec.structs.replace(
         config, tp=tp, dtype=dtype, port=0, state_dir="", admin_socket="", threads_per_rank=1
@@ -158,7 +155,7 @@ def measure_shape(config: Config, tp: int, dtype: Dtype, plan: BenchPlan, say: S
     return samples
 
 
-def measure_served(served: Served, plan: BenchPlan, say: Say) -> Samples:
+def measure_served(served: Served, plan: BenchPlan, say: Progress) -> Samples:
     """All measures of a running server but its start."""
     found = Samples()
     prompts = plan.decode_prompts(served.vocab_size)
@@ -181,27 +178,15 @@ def measure_served(served: Served, plan: BenchPlan, say: Say) -> Samples:
 
 def decode_rate(served: Served, prompts: Sequence[list[int]], new_tokens: int) -> float:
     """Tokens per second of all prompts together, from the first stream's first token to the last one's end."""
-
-    def stream(prompt: list[int]) -> tuple[float, float, int]:
-        sent_s = time.perf_counter()
-        with served.client.stream_complete(prompt, max_tokens=new_tokens, ignore_eos=True) as answer:
-            reply = answer.reply()
-        return sent_s + reply.time_to_first_token_s, time.perf_counter(), reply.completion_tokens
-
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        streams = list(threads.map(stream, prompts))
-    if any(tokens != new_tokens for _, _, tokens in streams):
-        raise BenchInvalid(f"{[tokens for _, _, tokens in streams]} tokens came, {new_tokens} were asked for")
-    elapsed_s = max(end for _, end, _ in streams) - min(first for first, _, _ in streams)
-    return len(prompts) * (new_tokens - 1) / elapsed_s
+    measured = ServedSubject(served.client, served.admin).measure(prompts, new_tokens, None)
+    return len(prompts) * (new_tokens - 1) / measured.decode_s
 
 
 def first_token_ms(served: Served, prompt: list[int], cached_tokens: int) -> float:
     """Time to the first token of a request that must reuse exactly ``cached_tokens``."""
     with served.client.stream_complete(prompt, max_tokens=1, ignore_eos=True) as answer:
         reply = answer.reply()
-    if reply.cached_tokens != cached_tokens:
-        raise BenchInvalid(f"{reply.cached_tokens} tokens were reused, {cached_tokens} expected")
+    require_reuse({reply.cached_tokens}, cached_tokens)
     return reply.time_to_first_token_s * 1e3
 
 
@@ -210,11 +195,7 @@ def _times(served: Served) -> dict[str, float]:
 
 
 def _subprocess(task: PrepareTask | RandomModelTask | PeerTask, kind: Any) -> Any:
-    """Run a task in a process of its own, so that nothing it loads stays in this one."""
-    command = [sys.executable, "-P", "-m", "copyhold.cluster.bench_peer", msgspec.json.encode(task).decode()]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        name = type(task).__name__
-        raise BenchInvalid(f"{name} failed: {lines[-1] if lines else f'exit code {done.returncode}'}")
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=kind)
+    """Run a task in a process of its own. Raises: ``BenchInvalid`` when it fails."""
+    asked = msgspec.json.encode(task).decode()
+    answer = run_child(type(task).__name__, "copyhold.cluster.bench_peer", asked)
+    return msgspec.json.decode(answer, type=kind)

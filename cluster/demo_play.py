@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from copyhold.namespace.certificate import parse_certificate, verify_certificate
 from copyhold.namespace.signing import PUBLIC_KEY_BYTES, parse_hex
 
 from .admin_client import AdminClient
+from .cli_output import Progress
 from .demo_checks import Latency, LatencyAttempt, Turn, expected_cached, rows_with_kv
 from .demo_content import LONG_REQUEST, Script
 from .sdk import Client, Message, NotFoundError
@@ -29,8 +30,6 @@ LATENCY_RUNS = 3
 LONG_TOKENS = 400
 REVOKE_AFTER_TOKENS = 8
 _SETTLE_S = 20.0
-
-Say = Callable[[str, str], None]
 
 
 class Player:
@@ -55,7 +54,7 @@ class Player:
         """Token ids of a conversation, by the checkpoint's own template."""
         return self._tokenizer.apply_chat_template([dict(message) for message in messages])
 
-    def converse(self, block_size: int, say: Say) -> None:
+    def converse(self, block_size: int, say: Progress) -> None:
         """All turns, each with the conversation so far."""
         messages: list[Message] = [{"role": "system", "content": self.script.system}]
         for number, question in enumerate(self.script.questions, start=1):
@@ -102,7 +101,7 @@ class Player:
         self.history.append(rows_with_kv(prompt, generated, finish_reason == "stop"))
 
 
-def measure_latency(player: Player, attempts_most: int, good_enough: float, say: Say) -> Latency:
+def measure_latency(player: Player, attempts_most: int, good_enough: float, say: Progress) -> Latency:
     """First-token times of the tenant's last prompt with reuse, and cold: the same ids but the first."""
     prompt = player.last_prompt
     attempts: list[LatencyAttempt] = []

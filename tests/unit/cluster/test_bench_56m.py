@@ -13,8 +13,9 @@ from copyhold.cluster import bench_serve
 from copyhold.cluster.bench_56m import Plan56m, Samples56m, ServedSubject, alternate, rows_56m, shared_share
 from copyhold.cluster.bench_checkpoint import CONFIG_56M, random_llama
 from copyhold.cluster.bench_plan import BenchPlan
+from copyhold.cluster.bench_process import PEERS_VARIABLE, Peer
 from copyhold.cluster.bench_serve import SHAPES, run_serve_bench
-from copyhold.cluster.bench_vllm_serve import Measure, VllmEngine, is_installed
+from copyhold.cluster.bench_vllm_serve import Measure, VllmEngine
 from copyhold.cluster.config import Config
 from copyhold.cluster.errors import BenchInvalid
 from copyhold.models.convert import convert
@@ -86,17 +87,20 @@ def test_parts_are_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.notes == ("/random",) and report.settings["plan_56m"]["prefix_tokens"] == 1792
 
 
-def test_a_peer_that_is_missing_or_ends_is_told_apart(tmp_path: Path) -> None:
-    assert not is_installed(tmp_path)
-    script, python = tmp_path / "benchmarks" / "vllm_serve.py", tmp_path / ".venv-peers" / "bin" / "python"
-    for path in (script, python):
+def test_a_peer_that_is_missing_or_ends_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(PEERS_VARIABLE, raising=False)
+    peer = Peer("vLLM", "vllm_serve.py", tmp_path)
+    assert not peer.is_installed
+    for path in (peer.path, peer.python):
         path.parent.mkdir(parents=True)
-    python.symlink_to(sys.executable)
-    script.write_text(
+    peer.python.symlink_to(sys.executable)
+    peer.path.write_text(
         "import sys\nprint('{}', flush=True)\nsys.stdin.readline()\nsys.exit('no such wheel')\n"
     )
-    assert is_installed(tmp_path)
-    with VllmEngine(tmp_path, 1, tmp_path) as engine, pytest.raises(BenchInvalid, match="no such wheel"):
+    assert peer.is_installed
+    with VllmEngine(tmp_path, 1, peer) as engine, pytest.raises(BenchInvalid, match="no such wheel"):
         engine.measure([[1]], 1, None)
 
 

@@ -73,3 +73,16 @@ def test_a_peer_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("COPYHOLD_PEERS", str(tmp_path))
     monkeypatch.setattr(bench_attention, "DECODE", Shape(batch=1, context=16, kv_heads=1, dim=16))
     assert bench_attention._beside_vllm(1) == ([], ("vLLM's kernel was not measured: no such kernel",))
+
+
+def test_a_peer_that_ends_between_two_turns_is_a_note_with_its_last_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 1.0\nread calls\necho 0.5\nread calls\necho 'out of memory' >&2\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("COPYHOLD_PEERS", str(tmp_path))
+    monkeypatch.setattr(bench_attention, "DECODE", Shape(batch=1, context=16, kv_heads=1, dim=16))
+    rows, (note,) = bench_attention._beside_vllm(1)
+    assert rows == [] and note.endswith("ended: out of memory")

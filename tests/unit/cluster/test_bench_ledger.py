@@ -6,11 +6,19 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from copyhold.cluster.bench_ledger import BIG_POOLS, DECODING, growth_plot
 from copyhold.cluster.bench_load import LONG_TOKENS, Bench
+from copyhold.cluster.bench_process import PEERS_VARIABLE
 from copyhold.cluster.bench_report import BenchReport, bench_row
 from copyhold.cluster.bench_vllm import measure_vllm
 from copyhold.kvcore.audit import audit
+
+
+@pytest.fixture(autouse=True)
+def _no_other_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PEERS_VARIABLE, raising=False)
 
 
 def _environment(root: Path, script: str) -> Path:

@@ -12,6 +12,7 @@ from copyhold.cluster.bench_churn import Prefixes, Replica, play_churn
 from copyhold.cluster.bench_prefix import _TARGETS
 from copyhold.cluster.bench_prefix_load import BLOCK, make_churn, random_tokens, write_load
 from copyhold.cluster.bench_prefix_peers import measure_peers
+from copyhold.cluster.bench_process import PEERS_VARIABLE
 from copyhold.kvcore.audit import audit
 
 NAMED = ["match 32k", "match path 64", "miss", "publish 32k", "evict 1000", "churn", "bytes per block"]
@@ -74,7 +75,10 @@ def test_a_prefix_cached_for_a_row_is_found_after_a_command_that_changes_nothing
     assert prefixes.ledger.probe(prefixes.scopes[0], asked.tobytes()).match.runtime == 128
 
 
-def test_a_peer_that_is_not_installed_is_a_note_and_no_figure(tmp_path: Path):
+def test_a_peer_that_is_not_installed_is_a_note_and_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(PEERS_VARIABLE, raising=False)
     found, notes = measure_peers(tmp_path / "load.npz", 1, 1, tmp_path)
     assert found == {}
     assert [note.partition(" ")[0] for note in notes] == ["vLLM", "SGLang"]
