@@ -172,9 +172,8 @@ def _cut_group(
     kept = min(held, -(-valid // pool.block_size))
     dropped = table[kept:held].astype(np.int64)
     if not pool.window:
-        first = state.tree.end_page(terminal) * state.tree.per_page[group]
-        path = state.tree.path_blocks(beyond, group)
-        dropped = np.concatenate([dropped, path[path != table[first : first + len(path)]]])
+        first = state.tree.end_page(terminal)
+        dropped = np.concatenate([dropped, state.foreign_blocks(slot, beyond, group, first)])
     requests.cells[group].clear(slot * width + kept, slot * width + held)
     told = pool.drop(dropped, state.scopes.revoked)
     page, rows = divmod(valid, pool.block_size)

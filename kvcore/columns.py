@@ -178,9 +178,6 @@ class IdStack:
         loops.push_ids(cells.array, self.count, ids, cells.space, cells.sink.sums)
         self.count += len(ids)
 
-    def push_one(self, id_: int) -> None:
-        self.push(np.array([id_], dtype=np.int64))
-
     def take_one(self) -> int:
         """The next id; the caller has checked that there is one."""
         self.count -= 1

@@ -65,6 +65,7 @@ def plan_evictions(
     tails = _plan_tails(state, [handle for handle in handles if handle.node < 0], own_tail)
     nodes, pages = _plan_nodes(state, handles, own_path)
     if state.tree.tails.by_node:
+        # Tails need one group, whose block is the page.
         pages += len(tails.union(*[state.tree.tails.at(node) for node in nodes]))
     freed = [
         _window_blocks_freed(state, group, nodes, trims.get(group)) if pool.window else pages * per_page
@@ -162,7 +163,7 @@ def _window_blocks_freed(state: LedgerState, group: int, nodes: Sequence[int], t
 
 
 def commit_evictions(state: LedgerState, plan: EvictionPlan) -> EvictionFacts:
-    """Trims, unlists the edges, then frees their blocks."""
+    """Trims, then unlists the named tails and the edges and frees their blocks; tails at those edges go with them."""
     if not plan.nodes and not plan.trims and not plan.tails:
         return NO_EVICTIONS
     for group, blocks in plan.trims.items():

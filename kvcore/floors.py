@@ -65,11 +65,12 @@ def commit_advance(state: LedgerState, command: AdvanceGeneration) -> dict[str, 
 def _drain(
     state: LedgerState, pool: BlockPool, dropped: list[Array], leases: list[Array]
 ) -> tuple[int, Array]:
-    """Frees unlisted blocks nobody references, drops leases on the rest; (freed, blocks to scrub)."""
+    """Unlists dropped blocks, frees those nobody references, drops leases on the rest; (freed, blocks to scrub)."""
     revoked = state.scopes.revoked
     freed = 0
     scrub: list[Array] = []
     for blocks in dropped:
+        pool.unindex(blocks)
         idle = blocks[pool.ref.array[blocks] == 0]
         scrub.append(pool.give_back(idle, revoked))
         freed += len(idle)

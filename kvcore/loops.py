@@ -33,7 +33,7 @@ MAX_GROUPS = 8
 GONE = -1
 """The cell of a block that left its window. No kernel reads a cell that lies wholly outside the window."""
 
-EVICTABLE, LIVE, RESERVED = range(3)
+EVICTABLE, LIVE, RESERVED, FREE = range(4)
 STALE, BUSY, SENSELESS, OUT_OF_ORDER, BEYOND_KNOWN, BEYOND_TABLE, FITS = range(7)
 BAD_DISCARD, BAD_SAMPLE_ROW, BAD_TOKEN, SAMPLED_DISCARD, SAMPLE_OUT_OF_ORDER, COMPLETES = range(6)
 UNSAMPLED, DISCARDED = -1, -2
@@ -65,14 +65,19 @@ else:
 
 
 @_callee
-def _weight(space, index):
-    word = np.uint64(index) * _GOLDEN + space
+def _mix(word):
+    """A nonzero word: no bits of the given one are left where they were."""
     word ^= word >> _S33
     word *= _MIX_A
     word ^= word >> _S33
     word *= _MIX_B
     word ^= word >> _S33
     return word | _ONE
+
+
+@_callee
+def _weight(space, index):
+    return _mix(np.uint64(index) * _GOLDEN + space)
 
 
 @_callee
@@ -97,10 +102,10 @@ def _set_cell(cells, index, value, space, sums, lane):
 
 @_callee
 def _class(ref, rows, node):
-    """Index into the tally; 3 for a free block."""
+    """Index into the tally."""
     if ref > 0:
-        return 1 if rows > 0 else 2
-    return 0 if node != 0 else 3
+        return LIVE if rows > 0 else RESERVED
+    return EVICTABLE if node != 0 else FREE
 
 
 @_callee
@@ -118,9 +123,68 @@ def _take(blk, cells, top, scope, spaces, sums, tally):
     sums[1] += _SALT_B[REF] * other
     sums[2] += change * _SALT_A[OWNER] * weight
     sums[3] += change * _SALT_B[OWNER] * other
-    tally[3] -= 1
-    tally[2] += 1
+    tally[FREE] -= 1
+    tally[RESERVED] += 1
     return block, held != 0 and held != scope
+
+
+@_callee
+def _lease(blk, block, spaces, sums, tally):
+    """One more reference on a block."""
+    ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+    blk[block, REF] = ref + 1
+    tally[_class(ref, rows, node)] -= 1
+    tally[_class(ref + 1, rows, node)] += 1
+    weight = _weight(spaces[0], block)
+    sums[0] += _SALT_A[REF] * weight
+    sums[1] += _SALT_B[REF] * _other(weight)
+
+
+@_callee
+def _drop(blk, block, spaces, sums, tally):
+    """One reference less on a block, whose rows are forgotten when it becomes free; (whether it was the last, indexed)."""
+    ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+    blk[block, REF] = ref - 1
+    weight = _weight(spaces[0], block)
+    other = _other(weight)
+    tally[_class(ref, rows, node)] -= 1
+    tally[_class(ref - 1, rows, node)] += 1
+    if ref == 1 and node == 0:
+        blk[block, ROWS] = 0
+        blk[block, GENERATION] += 1
+        sums[0] -= (_SALT_A[REF] + _word(rows) * _SALT_A[ROWS]) * weight
+        sums[1] -= (_SALT_B[REF] + _word(rows) * _SALT_B[ROWS]) * other
+        sums[2] += _SALT_A[GENERATION] * weight
+        sums[3] += _SALT_B[GENERATION] * other
+    else:
+        sums[0] -= _SALT_A[REF] * weight
+        sums[1] -= _SALT_B[REF] * other
+    return ref == 1, node != 0
+
+
+@_callee
+def _disown(blk, block, revoked, spaces, sums):
+    """Takes a block's owner away where it is revoked; whether it was."""
+    owner = blk[block, OWNER]
+    if not revoked[owner]:
+        return False
+    blk[block, OWNER] = 0
+    weight = _weight(spaces[0], block)
+    sums[2] -= _word(owner) * _SALT_A[OWNER] * weight
+    sums[3] -= _word(owner) * _SALT_B[OWNER] * _other(weight)
+    return True
+
+
+@_callee
+def _set_rows(blk, block, rows, spaces, sums, tally):
+    ref, old, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
+    change = _word(rows) - _word(old)
+    blk[block, ROWS] = rows
+    weight = _weight(spaces[0], block)
+    sums[0] += change * _SALT_A[ROWS] * weight
+    sums[1] += change * _SALT_B[ROWS] * _other(weight)
+    tally[_class(ref, old, node)] -= 1
+    tally[_class(ref, rows, node)] += 1
 
 
 # Cells.
@@ -244,29 +308,15 @@ def common_tokens(left, right):
 
 
 @_jit
-def page_sums(tokens, weights, page, before, found):
-    """Fingerprint sums at the end of each page, into found uint64 [pages]; `weights` begin at the first token's."""
-    total = before
-    for p in range(len(found)):
-        for i in range(p * page, (p + 1) * page):
-            total += (_word(tokens[i]) + _ONE) * weights[i]
-        found[p] = total
-
-
-@_jit
 def page_entries(tokens, weights, page, before, scope_print, found):
-    """As `page_sums`, but mixed with the scope's print into nonzero entries; the plain sum at the end."""
+    """Fingerprint sums at the end of each page, mixed with the scope's print into nonzero entries: found uint64
+    [pages]; the plain sum at the end. `weights` begin at the first token's.
+    """
     total = before
     for p in range(len(found)):
         for i in range(p * page, (p + 1) * page):
             total += (_word(tokens[i]) + _ONE) * weights[i]
-        entry = total ^ scope_print
-        entry ^= entry >> _S33
-        entry *= _MIX_A
-        entry ^= entry >> _S33
-        entry *= _MIX_B
-        entry ^= entry >> _S33
-        found[p] = entry | _ONE
+        found[p] = _mix(total ^ scope_print)
     return total
 
 
@@ -278,13 +328,7 @@ def lease_blocks(blk, blocks, spaces, sums, tally):
     """One more reference on each block."""
     for i in range(len(blocks)):
         block = blocks[i]
-        ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
-        blk[block, REF] = ref + 1
-        tally[_class(ref, rows, node)] -= 1
-        tally[_class(ref + 1, rows, node)] += 1
-        weight = _weight(spaces[0], block)
-        sums[0] += _SALT_A[REF] * weight
-        sums[1] += _SALT_B[REF] * _other(weight)
+        _lease(blk, block, spaces, sums, tally)
 
 
 @_jit
@@ -294,26 +338,12 @@ def drop_blocks(blk, blocks, freed, spaces, sums, tally):
     evictable = 0
     for i in range(len(blocks)):
         block = blocks[i]
-        ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
-        blk[block, REF] = ref - 1
-        weight = _weight(spaces[0], block)
-        other = _other(weight)
-        tally[_class(ref, rows, node)] -= 1
-        tally[_class(ref - 1, rows, node)] += 1
-        if ref == 1 and node == 0:
-            blk[block, ROWS] = 0
-            blk[block, GENERATION] += 1
-            sums[0] -= (_SALT_A[REF] + _word(rows) * _SALT_A[ROWS]) * weight
-            sums[1] -= (_SALT_B[REF] + _word(rows) * _SALT_B[ROWS]) * other
-            sums[2] += _SALT_A[GENERATION] * weight
-            sums[3] += _SALT_B[GENERATION] * other
+        last, indexed = _drop(blk, block, spaces, sums, tally)
+        if last and not indexed:
             freed[num_freed] = block
             num_freed += 1
-        else:
-            sums[0] -= _SALT_A[REF] * weight
-            sums[1] -= _SALT_B[REF] * other
-            if ref == 1:
-                evictable += 1
+        elif last:
+            evictable += 1
     return num_freed, evictable
 
 
@@ -339,12 +369,7 @@ def disown_revoked(blk, blocks, revoked, found, spaces, sums):
     count = 0
     for i in range(len(blocks)):
         block = blocks[i]
-        owner = blk[block, OWNER]
-        if revoked[owner]:
-            blk[block, OWNER] = 0
-            weight = _weight(spaces[0], block)
-            sums[2] -= _word(owner) * _SALT_A[OWNER] * weight
-            sums[3] -= _word(owner) * _SALT_B[OWNER] * _other(weight)
+        if _disown(blk, block, revoked, spaces, sums):
             found[count] = block
             count += 1
     return count
@@ -368,18 +393,6 @@ def index_blocks(blk, blocks, node, entries, spaces, sums, tally):
         sums[3] += moved * _SALT_B[NODE] * other
         tally[_class(ref, rows, old)] -= 1
         tally[_class(ref, rows, node)] += 1
-
-
-@_callee
-def _set_rows(blk, block, rows, spaces, sums, tally):
-    ref, old, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
-    change = _word(rows) - _word(old)
-    blk[block, ROWS] = rows
-    weight = _weight(spaces[0], block)
-    sums[0] += change * _SALT_A[ROWS] * weight
-    sums[1] += change * _SALT_B[ROWS] * _other(weight)
-    tally[_class(ref, old, node)] -= 1
-    tally[_class(ref, rows, node)] += 1
 
 
 @_jit
@@ -518,9 +531,9 @@ def grow_tables(
             if page < held:
                 kept = start - page * size
                 _set_rows(blk, block, kept, spaces, sums, tally)
-                req[slot, field + 1] = source + 1
-                sums[2] += _word(source + 1) * _SALT_A[field + 1] * weight
-                sums[3] += _word(source + 1) * _SALT_B[field + 1] * other
+                req[slot, field + SOURCE] = source + 1
+                sums[2] += _word(source + 1) * _SALT_A[field + SOURCE] * weight
+                sums[3] += _word(source + 1) * _SALT_B[field + SOURCE] * other
                 _pin_source(blk, source, _ONE, spaces, sums)
                 copies[copied, 0] = source
                 copies[copied, 1] = block
@@ -599,15 +612,15 @@ def fill_blocks(slots, outcome, req, blk, table, width, size, group, sources, sp
     field = GROUP_FIELDS + GROUP_STRIDE * group
     for i in range(len(slots)):
         slot = slots[i]
-        source = req[slot, field + 1]
+        source = req[slot, field + SOURCE]
         if source != 0:
             sources[num_sources] = source - 1
             num_sources += 1
             _pin_source(blk, source - 1, _MINUS_ONE, spaces, sums)
-            req[slot, field + 1] = 0
+            req[slot, field + SOURCE] = 0
             weight = _weight(spaces[3], slot)
-            sums[2] -= _word(source) * _SALT_A[field + 1] * weight
-            sums[3] -= _word(source) * _SALT_B[field + 1] * _other(weight)
+            sums[2] -= _word(source) * _SALT_A[field + SOURCE] * weight
+            sums[3] -= _word(source) * _SALT_B[field + SOURCE] * _other(weight)
         if outcome[i] == DISCARDED:
             continue
         start = req[slot, VALID]
@@ -615,15 +628,7 @@ def fill_blocks(slots, outcome, req, blk, table, width, size, group, sources, sp
         page = _page_of(start, req[slot, field], size)
         while page * size < end:
             block = table[slot * width + page]
-            ref, old, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
-            rows = min(end - page * size, size)
-            change = _word(rows) - _word(old)
-            blk[block, ROWS] = rows
-            weight = _weight(spaces[0], block)
-            sums[0] += change * _SALT_A[ROWS] * weight
-            sums[1] += change * _SALT_B[ROWS] * _other(weight)
-            tally[_class(ref, old, node)] -= 1
-            tally[_class(ref, rows, node)] += 1
+            _set_rows(blk, block, min(end - page * size, size), spaces, sums, tally)
             page += 1
     return num_sources
 
@@ -729,13 +734,7 @@ def admit_blocks(blk, table, first, shared, cells, count, scope, present, fresh,
     """
     for i in range(len(shared)):
         block = shared[i]
-        ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
-        blk[block, REF] = ref + 1
-        tally[_class(ref, rows, node)] -= 1
-        tally[_class(ref + 1, rows, node)] += 1
-        weight = _weight(spaces[0], block)
-        sums[0] += _SALT_A[REF] * weight
-        sums[1] += _SALT_B[REF] * _other(weight)
+        _lease(blk, block, spaces, sums, tally)
         present[i, 0] = block
         present[i, 1] = blk[block, GENERATION]
         _set_cell(table, first + i, block, spaces[2], sums, 0)
@@ -774,35 +773,16 @@ def release_blocks(blk, table, first, held, path, cells, count, revoked, scrub, 
                 j += 1
             block = path[j]
             j += 1
-        ref, rows, node = blk[block, REF], blk[block, ROWS], blk[block, NODE]
-        blk[block, REF] = ref - 1
-        weight = _weight(spaces[0], block)
-        other = _other(weight)
-        tally[_class(ref, rows, node)] -= 1
-        tally[_class(ref - 1, rows, node)] += 1
-        if ref == 1 and node == 0:
-            blk[block, ROWS] = 0
-            blk[block, GENERATION] += 1
-            sums[0] -= (_SALT_A[REF] + _word(rows) * _SALT_A[ROWS]) * weight
-            sums[1] -= (_SALT_B[REF] + _word(rows) * _SALT_B[ROWS]) * other
-            sums[2] += _SALT_A[GENERATION] * weight
-            sums[3] += _SALT_B[GENERATION] * other
+        last, indexed = _drop(blk, block, spaces, sums, tally)
+        if last and not indexed:
             freed[num_freed] = block
             num_freed += 1
-        else:
-            sums[0] -= _SALT_A[REF] * weight
-            sums[1] -= _SALT_B[REF] * other
-            if ref == 1:
-                evictable += 1
+        elif last:
+            evictable += 1
     scrubbed = 0
     for i in range(num_freed):
         block = freed[i]
-        owner = blk[block, OWNER]
-        if revoked[owner]:
-            blk[block, OWNER] = 0
-            weight = _weight(spaces[0], block)
-            sums[2] -= _word(owner) * _SALT_A[OWNER] * weight
-            sums[3] -= _word(owner) * _SALT_B[OWNER] * _other(weight)
+        if _disown(blk, block, revoked, spaces, sums):
             scrub[scrubbed] = block
             scrubbed += 1
         _set_cell(cells, count + num_freed - 1 - i, block + 1, spaces[1], sums, 2)

@@ -15,7 +15,6 @@ import numpy as np
 
 from . import loops
 from .commands import Publish
-from .digest import Array
 from .errors import IndexFull
 from .receipts import PublishedPath
 from .state import LedgerState, node_handles
@@ -55,7 +54,7 @@ def publish_request(state: LedgerState, slot: int) -> PublishedPath:
     duplicates = restored = 0
     if found.nodes:
         lead = tree.locking[0] if tree.locking else 0
-        foreign = _foreign(state, slot, found.nodes, tree.end_page(terminal), found.pages, lead)
+        foreign = state.foreign_blocks(slot, found.nodes, lead, tree.end_page(terminal), found.pages)
         duplicates = int(np.count_nonzero(foreign != NOT_RESIDENT))
     if state.windowed:
         restored = restore_windows(state, slot, tree.path(terminal) + found.nodes, found.pages)
@@ -79,14 +78,19 @@ def lease_path(state: LedgerState, slot: int, full: int) -> int:
     terminal = requests.terminal.array.item(slot)
     tokens = requests.tokens[slot, : full * state.alignment]
     found = tree.match(requests.scope.array.item(slot), tokens, terminal, pages_only=True)
-    if not found.nodes:
-        return terminal
-    nodes, first = found.nodes, tree.end_page(terminal)
+    if found.nodes:
+        terminal = _lease_found(state, slot, terminal, found)
+        requests.terminal.put(slot, terminal)
+    return terminal
+
+
+def _lease_found(state: LedgerState, slot: int, terminal: int, found: TreeMatch) -> int:
+    """Lets a request lease the nodes found below its `terminal`, the last one cut where the match ends; that one."""
+    tree, nodes, first = state.tree, found.nodes, state.tree.end_page(terminal)
     if found.last_pages < tree.pages.array.item(nodes[-1]):
         nodes[-1] = tree.split(nodes[-1], found.last_pages)
     for group in tree.locking:
-        state.pools[group].lease(_foreign(state, slot, nodes, first, found.pages, group))
-    requests.terminal.put(slot, nodes[-1])
+        state.pools[group].lease(state.foreign_blocks(slot, nodes, group, first, found.pages))
     return nodes[-1]
 
 
@@ -94,18 +98,12 @@ def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int, record: l
     """Enters pages [found.pages, full) of a request below what the tree has; the node they lie on."""
     requests, tree, page = state.requests, state.tree, state.alignment
     scope_id, terminal = record[loops.SCOPE], record[loops.TERMINAL]
-    nodes, first = found.nodes, tree.end_page(terminal)
-    if nodes:
-        if found.last_pages < tree.pages.array.item(nodes[-1]):
-            nodes[-1] = tree.split(nodes[-1], found.last_pages)
-        for group in tree.locking:
-            state.pools[group].lease(_foreign(state, slot, nodes, first, found.pages, group))
-    parent = nodes[-1] if nodes else terminal
+    parent = _lease_found(state, slot, terminal, found) if found.nodes else terminal
     before = tree.end_sum[parent]
     suffix = requests.tokens[slot, found.pages * page : full * page]
     blocks = tuple(
         [
-            requests.all_tables[group][slot, found.pages * per_page : full * per_page].astype(np.int64)
+            requests.pages(slot, found.pages * per_page, full * per_page, group)
             for group, per_page in enumerate(tree.per_page)
         ]
     )
@@ -116,13 +114,6 @@ def _enter(state: LedgerState, slot: int, found: TreeMatch, full: int, record: l
         node = tree.insert(scope_id, parent, suffix, blocks)
     tree.index(node, suffix, blocks, state.scopes.scope_print.array[scope_id], before)
     return node
-
-
-def _foreign(state: LedgerState, slot: int, nodes: list[int], first: int, end: int, group: int) -> Array:
-    """Blocks of pages [first, end) on the tree's path that are not the request's own."""
-    per_page = state.tree.per_page[group]
-    path = state.tree.path_blocks(nodes, group)[: (end - first) * per_page]
-    return path[path != state.requests.all_tables[group][slot, first * per_page : end * per_page]]
 
 
 def _own_leaf(state: LedgerState, node: int, shared: int) -> bool:

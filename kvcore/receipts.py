@@ -38,7 +38,10 @@ class PrefixMatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EvictionFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Nodes evicted and window blocks trimmed inside another command, and all blocks that freed."""
+    """Edges and named tails evicted (`nodes`) and window blocks trimmed inside another command, and all blocks that freed.
+
+    Tails that go with their edge count in `freed_blocks` only.
+    """
 
     nodes: int = 0
     freed_blocks: int = 0
@@ -222,7 +225,10 @@ class ResetReceipt(Receipt, frozen=True, kw_only=True, tag="reset"):
 
 
 class EvictReceipt(Receipt, frozen=True, kw_only=True, tag="evict"):
-    """Evicted blocks keep their bytes until another scope gets them, so `scrub` is empty."""
+    """`nodes` counts edges and named tails; tails that go with their edge count in `freed_blocks` only.
+
+    Evicted blocks keep their bytes until another scope gets them, so `scrub` is empty.
+    """
 
     nodes: int
     freed_blocks: int

@@ -145,8 +145,20 @@ class LedgerState:
         terminal = int(self.requests.terminal.array[slot])
         if not terminal or self.pools[group].window:
             return _NO_BLOCKS
-        path = self.tree.path_blocks(self.tree.path(terminal), group)
-        return path[path != self.requests.all_tables[group][slot, : len(path)]]
+        return self.foreign_blocks(slot, self.tree.path(terminal), group)
+
+    def foreign_blocks(
+        self, slot: int, nodes: list[int], group: int, first: int = 0, end: int | None = None
+    ) -> Array:
+        """Blocks of consecutive edges that the request's table does not name at the same place.
+
+        `first` is the page where the edges begin, `end` the page up to which they are looked at; all without it.
+        """
+        path, per_page = self.tree.path_blocks(nodes, group), self.tree.per_page[group]
+        if end is not None:
+            path = path[: (end - first) * per_page]
+        start = first * per_page
+        return path[path != self.requests.all_tables[group][slot, start : start + len(path)]]
 
     def drop_references(self, slot: int) -> tuple[int, int, tuple[Array, ...]]:
         """Drops every reference of one request and empties its tables; (freed, evictable, blocks to scrub by group)."""

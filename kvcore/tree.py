@@ -322,17 +322,15 @@ class PrefixTree:
         return self._retire(nodes)
 
     def drop_root(self, scope: int) -> tuple[Array, ...]:
-        """Takes a whole root out of the tree; all its resident blocks by group, no longer indexed."""
+        """Takes a whole root out of the tree; all its resident blocks by group, still indexed."""
         nodes = tuple(self.subtree(scope))
         self.roots.pop(scope, None)
-        dropped = self._retire(nodes)
-        for pool, blocks in zip(self._pools, dropped, strict=True):
-            pool.unindex(blocks)
-        return dropped
+        return self._retire(nodes)
 
     def adopt(self, node: int, tokens: Array, blocks: tuple[Array, ...]) -> None:
-        """Gives a node whose records are there its content; `link` follows when all are."""
-        self._make_room(node)
+        """Gives a node whose records are there its content; `link` follows where nodes are restored, when all are."""
+        if node >= len(self.tokens):
+            self._make_room(node)
         self.tokens[node] = tokens
         for edges, part in zip(self.edges, blocks, strict=True):
             edges[node] = part
@@ -362,10 +360,8 @@ class PrefixTree:
 
     def _sum_after(self, parent: int, tokens: Array) -> int:
         first = self.end_page(parent) * self._page
-        sums = np.empty(1, dtype=np.uint64)
-        weights = self._weights[first : first + len(tokens)]
-        loops.page_sums(tokens, weights, len(tokens), self.end_sum[parent], sums)
-        return int(sums[0])
+        _, end = self.prefix_entries(np.uint64(0), tokens, first, self.end_sum[parent], len(tokens))
+        return int(end)
 
     def _create(self, scope: int, parent: int, start: int, tokens: Array, blocks: tuple[Array, ...]) -> int:
         records, ids = self.records, self.free
@@ -383,12 +379,7 @@ class PrefixTree:
                 self._sums.all,
             )
         )
-        if node >= len(self.tokens):
-            self._make_room(node)
-        self.tokens[node] = tokens
-        for edges, part in zip(self.edges, blocks, strict=True):
-            edges[node] = part
-        self._note_first_blocks(node)
+        self.adopt(node, tokens, blocks)
         self.num_children[node] = 0
         self._branches[node] = None
         return node
