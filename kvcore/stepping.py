@@ -32,7 +32,7 @@ from .errors import (
 )
 from .eviction import EvictionPlan, commit_evictions, plan_evictions
 from .pool import BlockPool
-from .receipts import BlockCopy, ReleaseFacts, TruncateFacts
+from .receipts import BlockCopy, LeftWindow, ReleaseFacts, TruncateFacts
 from .release import release_now
 from .requests import RELEASE_REASONS
 from .state import LedgerState, require_counter
@@ -175,7 +175,7 @@ def commit_complete(state: LedgerState, plan: CompletePlan) -> dict[str, Any]:
     """Makes rows valid, appends samples, unpins, carries out what was queued; the receipt's fields."""
     requests, cells = state.requests, state.requests.records.cells
     # What a window leaves behind waits for one step more, so that all rows of this one can be published before.
-    starts = cells[plan.slots, loops.VALID]
+    starts = cells[plan.slots, loops.VALID] if state.windowed else plan.slots
     freed: list[Array] = []
     for group, pool in enumerate(state.pools):
         sources = np.empty(len(plan.slots), dtype=np.int64)
@@ -209,8 +209,11 @@ def commit_complete(state: LedgerState, plan: CompletePlan) -> dict[str, Any]:
     del state.flights[plan.step]
     truncated, released = _carry_out(state, plan.slots) if queued else ((), ())
     facts = (*truncated, *released)
-    left, gone = leave_behind(state, plan.slots, starts)
-    scrub = [(*blocks.tolist(), *part.tolist()) for blocks, part in zip(freed, gone, strict=True)]
+    left: tuple[LeftWindow, ...] = ()
+    if state.windowed:
+        left, gone = leave_behind(state, plan.slots, starts)
+        freed = [np.concatenate(both) for both in zip(freed, gone, strict=True)]
+    scrub = [tuple(blocks.tolist()) for blocks in freed]
     for item in facts:
         parts = (item.scrub, *item.scrub_others)
         scrub = [joined + part for joined, part in zip(scrub, parts, strict=True)]

@@ -231,13 +231,22 @@ def test_other_groups_and_windows_are_refused_by_name() -> None:
             ledger.apply(Admit(2, scope, content, tail_policy=1))
 
 
-@pytest.mark.parametrize("field", ["rows", "policy", "block", "node"])
-def test_the_audit_finds_a_tail_that_is_not_what_it_says(driver: Any, field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "finding"),
+    [
+        ("rows", "tail_identity_without_length"),
+        ("policy", "identity_conflict"),
+        ("block", "row_not_materialised"),
+        ("node", "path_slot_mismatch"),
+    ],
+)
+def test_the_audit_finds_a_tail_that_is_not_what_it_says(driver: Any, field: str, finding: str) -> None:
     leave(driver, SEVEN)
     tails = driver.ledger.state.tree.tails
     getattr(tails, field).array[1] += 1
-    with pytest.raises(AuditViolation):
+    with pytest.raises(AuditViolation) as caught:
         audit(driver.ledger)
+    assert any(found.startswith(finding) for found in caught.value.findings), caught.value.findings
 
 
 def _live(seed: int, ledgers: list[Ledger], turns: int, log: Path) -> None:
