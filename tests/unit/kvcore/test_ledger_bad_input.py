@@ -277,11 +277,3 @@ def _log_of(path: Path) -> Path:
     recorder.record(genesis, ledger.apply(genesis))
     recorder.close()
     return path
-
-
-def test_gaps_and_repetitions_name_both_indices(busy: Any) -> None:
-    index = busy.ledger.log_index
-    for offered, refusal in ((index + 1, errors.LogGap), (index - 1, errors.LogRepetition)):
-        with pytest.raises(refusal) as caught:
-            busy.ledger.apply_at(offered, AdvanceGeneration("z", 1))
-        assert (caught.value.expected_index, caught.value.index) == (index, offered)

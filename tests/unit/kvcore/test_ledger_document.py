@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
-import re
 import typing
 from pathlib import Path
-from typing import Any
+
+from document_examples import run_examples
 
 from copyhold.kvcore.commands import Command
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "ledger.md"
-_PAIR = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
 
 
 def test_examples_print_what_the_page_says() -> None:
     text = DOCUMENT.read_text("utf-8")
-    pairs = _PAIR.findall(text)
-    assert len(pairs) == text.count("```python") == text.count("```text") >= 7
-    session: dict[str, Any] = {}
-    for code, expected in pairs:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(DOCUMENT), "exec"), session)
-        assert printed.getvalue() == expected, code
+    assert run_examples(DOCUMENT) == text.count("```python") == text.count("```text") >= 7
 
 
 def test_the_table_of_reasons_is_the_code_s() -> None:
