@@ -7,7 +7,7 @@ the logits behind every token. For verification and simulation; what serves is `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -127,6 +127,16 @@ class RankSet:
         self._executor.close()
 
 
+def count_shared_reads(counts: Counter[str], read: Iterable[Iterable[npt.NDArray[np.integer]]]) -> None:
+    """Count reads of a block that other requests of a step read too; `read`: per cache group, the blocks of each request."""
+    for group, requests in enumerate(read):
+        readers: Counter[int] = Counter()
+        for blocks in requests:
+            readers.update(blocks.tolist())
+        name = "other_shared_reads" if group else "shared_reads"
+        counts[name] += sum(times - 1 for times in readers.values())
+
+
 class InProcessStream:
     """Everything one request was sent, and the logits behind each of its tokens."""
 
@@ -233,11 +243,10 @@ class InProcessReplica:
         rows, worst = 0, 0.0
         ledger = self.scheduler.ledger
         by_group = [ledger.paths(namespace, group) for group in range(len(self._set.genesis.groups))]
-        for (_, tokens, blocks), *others in zip(*by_group, strict=True):
+        for paths in zip(*by_group, strict=True):
+            tokens = paths[0][1]
             positions = np.unique(np.linspace(0, len(tokens) - 1, positions_each).astype(int))
-            ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-            other_blocks = tuple(tuple(path.tolist()) for _, _, path in others)
-            order = KVAuditOrder(ids, tuple(blocks.tolist()), tuple(positions.tolist()), other_blocks)
+            order = KVAuditOrder.of(tokens, [blocks for _, _, blocks in paths], positions)
             for report in self.step(order):
                 assert report.audit is not None, "an audit order is answered with an audit"
                 rows += report.audit.rows_compared
@@ -272,13 +281,11 @@ class InProcessReplica:
     def _count_rows(self, dispatch: Dispatch, sample: tuple[int, ...]) -> None:
         self.counts["partial_chunks"] += len(dispatch.rows) - len(sample)
         sizes = (self._shape.block_size, *self._shape.other_block_sizes)
-        for group, (table, size) in enumerate(zip(self.scheduler.ledger.group_tables, sizes, strict=True)):
-            readers: Counter[int] = Counter()
-            for span in dispatch.rows:
-                used = -(-(span.start + span.count) // size)
-                readers.update(table[span.request.slot, :used].tolist())
-            name = "other_shared_reads" if group else "shared_reads"
-            self.counts[name] += sum(times - 1 for times in readers.values())
+        read = [
+            [table[span.request.slot, : -(-(span.start + span.count) // size)] for span in dispatch.rows]
+            for table, size in zip(self.scheduler.ledger.group_tables, sizes, strict=True)
+        ]
+        count_shared_reads(self.counts, read)
 
     def _keep_logits(self, plan: StepPlan) -> None:
         """Hand every sampled row's logits to its stream; the rows' requests still hold their slots here."""

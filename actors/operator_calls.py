@@ -109,14 +109,10 @@ class OperatorCalls:
         by_group = await asyncio.wrap_future(call)
         if not by_group[0]:
             return []
-        (_, tokens, blocks), *others = max(zip(*by_group, strict=True), key=lambda path: len(path[0][1]))
+        paths = max(zip(*by_group, strict=True), key=lambda path: len(path[0][1]))
+        tokens = paths[0][1]
         positions = np.unique(np.linspace(0, len(tokens) - 1, num=min(samples, len(tokens)), dtype=np.int64))
-        order = KVAuditOrder(
-            np.ascontiguousarray(tokens, dtype="<i4").tobytes(),
-            tuple(int(block) for block in blocks),
-            tuple(int(position) for position in positions),
-            tuple(tuple(path.tolist()) for _, _, path in others),
-        )
+        order = KVAuditOrder.of(tokens, [blocks for _, _, blocks in paths], positions)
         reports = await asyncio.wrap_future(engine.audit(order))
         return [
             {**msgspec.structs.asdict(report.audit), "tokens": len(tokens)}

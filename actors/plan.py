@@ -10,7 +10,11 @@ machine digest (docs/architecture.md, "One log, TP+1 ledgers, one digest").
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from copyhold.kvcore.commands import Command
 from copyhold.models.sampling import SamplingParams
@@ -35,6 +39,15 @@ class KVAuditOrder(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[int, ...]
     positions: tuple[int, ...]
     other_blocks: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(
+        cls, tokens: npt.ArrayLike, tables: Sequence[npt.NDArray[np.integer]], positions: Iterable[int]
+    ) -> KVAuditOrder:
+        """Of token ids and, per cache group, the blocks that hold their rows."""
+        first, *others = [tuple(table.tolist()) for table in tables]
+        ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        return cls(ids, first, tuple([int(position) for position in positions]), tuple(others))
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):

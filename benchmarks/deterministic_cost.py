@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from copyhold.cluster.bench_turns import in_turns, least_of
 from copyhold.kernels.batch import StepBatch
 from copyhold.models.convert import convert
 from copyhold.models.layout import Dtype
@@ -41,14 +42,8 @@ def step(sequences: int, rows: int, start: int) -> StepBatch:
 
 def least_s(shards: list[ObservedShard], batch: StepBatch, turns: int) -> list[float]:
     """Least time of one forward pass on each shard, taking turns."""
-    times: list[list[float]] = [[] for _ in shards]
-    for turn in range(turns + 1):
-        for shard, taken in zip(shards, times, strict=True):
-            started_s = time.thread_time()
-            shard.forward(batch)
-            if turn:
-                taken.append(time.thread_time() - started_s)
-    return [min(taken) for taken in times]
+    works = [least_of(lambda shard=shard: shard.forward(batch)) for shard in shards]
+    return [least for (least,) in in_turns(works, 1, turns)]
 
 
 def timed(load: Callable[[], ShardSet]) -> tuple[ShardSet, float]:

@@ -6,8 +6,9 @@ Exit code 0 when every row with a target meets it, 1 when one misses, 3 when a m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,9 @@ from .cli_options import JsonOption
 from .cli_output import Output, progress_on_stderr
 from .config import FIELDS, load_config
 from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .bench_report import BenchReport
 
 bench = typer.Typer(help="Benchmarks, each beside a peer in the same run.", no_args_is_help=True)
 
@@ -56,8 +60,7 @@ def bench_serve(
     config = load_config(None, {"model": model, "cache_dir": cache_dir})
     with progress_on_stderr() as say:
         report = run_serve_bench(config, shapes, BenchPlan(runs=runs), not no_peers, say, parts)
-    Output(json).emit(report.document(), report.text())
-    return 0 if report.ok else 1
+    return _show(report, json)
 
 
 @bench.command("ledger")
@@ -78,10 +81,7 @@ def bench_ledger(
     _require_folder(plot)
     with progress_on_stderr() as say:
         report = run_ledger_bench(runs, peers, controls, say)
-    if plot is not None:
-        plot.write_text(growth_plot(report), "utf-8")
-    Output(json).emit(report.document(), report.text())
-    return 0 if report.ok else 1
+    return _show(report, json, plot, growth_plot)
 
 
 @bench.command("prefix")
@@ -105,10 +105,7 @@ def bench_prefix(
     _require_folder(plot)
     with progress_on_stderr() as say:
         report = run_prefix_bench(runs, plays, requests, peers, say)
-    if plot is not None:
-        plot.write_text(growth_plot(report), "utf-8")
-    Output(json).emit(report.document(), report.text())
-    return 0 if report.ok else 1
+    return _show(report, json, plot, growth_plot)
 
 
 @bench.command("eviction")
@@ -131,8 +128,7 @@ def bench_eviction(
 
     with progress_on_stderr() as say:
         report = run_eviction_bench(traces, capacity or CAPACITIES, policy, say)
-    Output(json).emit(report.document(), report.text())
-    return 0 if report.ok else 1
+    return _show(report, json)
 
 
 @bench.command("kernels")
@@ -146,11 +142,23 @@ def bench_kernels(
 
     with progress_on_stderr() as say:
         report = run_kernels_bench(runs, peers, say)
-    Output(json).emit(report.document(), report.text())
-    return 0 if report.ok else 1
+    return _show(report, json)
 
 
 def _require_folder(plot: Path | None) -> None:
     """Before anything is measured. Raises: ``UsageError``."""
     if plot is not None and not plot.parent.is_dir():
         raise UsageError(f"--plot {plot}: there is no folder {plot.parent}")
+
+
+def _show(
+    report: BenchReport,
+    json: bool,
+    plot: Path | None = None,
+    draw: Callable[[BenchReport], str] | None = None,
+) -> int:
+    """Print the report and, where ``plot`` is named, write what ``draw`` makes of it; the exit code."""
+    if plot is not None and draw is not None:
+        plot.write_text(draw(report), "utf-8")
+    Output(json).emit(report.document(), report.text())
+    return 0 if report.ok else 1

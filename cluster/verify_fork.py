@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from copyhold.actors.errors import RanksDiffer
-from copyhold.actors.in_process import INCARNATION, Logits, RankSet, ReplicaShape
+from copyhold.actors.in_process import INCARNATION, Logits, RankSet, ReplicaShape, count_shared_reads
 from copyhold.actors.plan import KVAuditOrder, StepPlan
 from copyhold.kvcore.commands import (
     Admit,
@@ -104,7 +104,8 @@ class WrittenLog:
             view = self._ledger.request(branch.handle)
             start = view.valid_rows
             spans.append(RowSpan(branch.handle, start, view.num_tokens - start))
-        self._count_shared(spans)
+        tables = [self._tables(branch.handle) for branch in branches]
+        count_shared_reads(self.counts, zip(*tables, strict=True))
         self._step += 1
         self.apply(Dispatch(self._step, tuple(spans)))
         sample = tuple(range(len(spans)))
@@ -123,13 +124,7 @@ class WrittenLog:
         """Every sixth stored row of a branch on every rank against a cold recompute."""
         valid = self._ledger.request(branch.handle).valid_rows
         tokens = self._ledger.request_tokens(branch.handle, 0, valid)
-        blocks, *others = [tuple(table.tolist()) for table in self._tables(branch.handle)]
-        order = KVAuditOrder(
-            np.ascontiguousarray(tokens, dtype="<i4").tobytes(),
-            blocks,
-            tuple(range(valid - 1, -1, -6)),
-            tuple(others),
-        )
+        order = KVAuditOrder.of(tokens, self._tables(branch.handle), range(valid - 1, -1, -6))
         self._step += 1
         answers = self._send(StepPlan(INCARNATION, self._step, self._sent, tuple(self._outbox), audit=order))
         found = [answer.audit for answer in answers if answer.audit is not None]
@@ -153,14 +148,6 @@ class WrittenLog:
             if answer.machine_digest != self._ledger.machine_digest:
                 raise RanksDiffer(answer.rank, answer.machine_digest.hex(), self._ledger.machine_digest.hex())
         return answers
-
-    def _count_shared(self, spans: Sequence[RowSpan]) -> None:
-        for group in range(len(self._set.genesis.groups)):
-            readers: Counter[int] = Counter()
-            for span in spans:
-                readers.update(self._ledger.table(span.request, group).tolist())
-            name = "other_shared_reads" if group else "shared_reads"
-            self.counts[name] += sum(times - 1 for times in readers.values())
 
     def _tables(self, handle: RequestHandle) -> list[np.ndarray]:
         """The request's blocks in each cache group."""

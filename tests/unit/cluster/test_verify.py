@@ -17,6 +17,7 @@ from copyhold.cluster.demo_checks import Check
 from copyhold.cluster.verify_measure import Compared, RunFound, judge
 from copyhold.cluster.verify_plan import VerifyCase, verify_cases
 from copyhold.kernels.pool import KVPool
+from copyhold.kvcore.commands import Dispatch, RowSpan
 from copyhold.models.cold_run import ColdResult
 from copyhold.models.config import ModelConfig
 from copyhold.models.manifest import read_manifest
@@ -105,34 +106,52 @@ def failing(document: dict[str, Any]) -> set[str]:
     return {check["name"].rpartition(": ")[2] for check in document["checks"] if not check["ok"]}
 
 
+@pytest.fixture
+def last_pools(monkeypatch: pytest.MonkeyPatch) -> list[KVPool]:
+    """Pools, one a cache group, of the rank that was made last, as it got them."""
+    pools: list[KVPool] = []
+    made = rank_module.Rank.__init__
+
+    def noted(self, rank, incarnation, shard, pool, *others):
+        pools[:] = shard.pools.pools
+        made(self, rank, incarnation, shard, pool, *others)
+
+    monkeypatch.setattr(rank_module.Rank, "__init__", noted)
+    return pools
+
+
+def hits(dispatch: Dispatch) -> list[RowSpan]:
+    """Rows of prompts that begin behind what was cached."""
+    return [span for span in dispatch.rows if span.start >= 64 and span.count > 1]
+
+
+def assert_stale_rows_are_found(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = run(source, capsys)
+    assert code == 1 and {"prefix hit", "warm"} <= failing(document)
+    assert "one-shot" not in failing(document)
+    assert any("stored rows differ" in check["detail"] for check in document["checks"])
+
+
 def test_one_stale_row_in_a_cached_block_is_found(
-    source: Path, only_one_case: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Path,
+    only_one_case: None,
+    last_pools: list[KVPool],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Row 3 of a cached block holds what another token left there, in one layer, when a hit reads it."""
     honest = rank_module.step_batch
 
     def stale(ledger, dispatch, sample, block_size):
         batch = honest(ledger, dispatch, sample, block_size)
-        for span in dispatch.rows:
-            if span.start >= 64 and span.count > 1:
-                tile = int(ledger.tables[span.request.slot, 1])
-                pool = victim[0]
-                pool.v[1, tile, :, 3] = pool.v[1, tile, :, 4]
+        for span in hits(dispatch):
+            tile = int(ledger.tables[span.request.slot, 1])
+            pool = last_pools[0]
+            pool.v[1, tile, :, 3] = pool.v[1, tile, :, 4]
         return batch
 
-    victim: list[Any] = []
-    made = rank_module.Rank.__init__
-
-    def noted(self, rank, incarnation, shard, pool, *others):
-        victim[:] = [shard.pool]
-        made(self, rank, incarnation, shard, pool, *others)
-
-    monkeypatch.setattr(rank_module.Rank, "__init__", noted)
     monkeypatch.setattr(rank_module, "step_batch", stale)
-    code, document = run(source, capsys)
-    assert code == 1 and {"prefix hit", "warm"} <= failing(document)
-    assert "one-shot" not in failing(document)
-    assert any("stored rows differ" in check["detail"] for check in document["checks"])
+    assert_stale_rows_are_found(source, capsys)
 
 
 def test_a_wrong_table_is_found(
@@ -202,32 +221,24 @@ def test_a_copy_that_is_lost_in_the_second_group_only_is_found(
 
 
 def test_one_stale_row_in_a_cached_block_of_the_second_group_is_found(
-    source: Path, only_two_groups: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Path,
+    only_two_groups: None,
+    last_pools: list[KVPool],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Row 19 of a block of 32 holds what another token left there, V only, when a hit reads it."""
     honest = rank_module.other_rows
 
     def stale(ledger, dispatch, batch, block_sizes):
-        for span in dispatch.rows:
-            if span.start >= 64 and span.count > 1:
-                block = int(ledger.group_tables[1][span.request.slot, 1])
-                (pool,) = [pool for pool in victim[0].pools if pool.block_size == 32]
-                pool.v[0, 2 * block + 1, :, 3] = pool.v[0, 2 * block + 1, :, 4]
+        for span in hits(dispatch):
+            block = int(ledger.group_tables[1][span.request.slot, 1])
+            (pool,) = [pool for pool in last_pools if pool.block_size == 32]
+            pool.v[0, 2 * block + 1, :, 3] = pool.v[0, 2 * block + 1, :, 4]
         return honest(ledger, dispatch, batch, block_sizes)
 
-    victim: list[Any] = []
-    made = rank_module.Rank.__init__
-
-    def noted(self, rank, incarnation, shard, pool, *others):
-        victim[:] = [shard.pools]
-        made(self, rank, incarnation, shard, pool, *others)
-
-    monkeypatch.setattr(rank_module.Rank, "__init__", noted)
     monkeypatch.setattr(rank_module, "other_rows", stale)
-    code, document = run(source, capsys)
-    assert code == 1 and {"prefix hit", "warm"} <= failing(document)
-    assert "one-shot" not in failing(document)
-    assert any("stored rows differ" in check["detail"] for check in document["checks"])
+    assert_stale_rows_are_found(source, capsys)
 
 
 def test_a_wrong_table_of_the_second_group_is_found(
